@@ -690,13 +690,63 @@ class export_checks:
 # What takes intent is not looked for: own intrinsics and overloads that store, addresses, C and C++ code.
 
 
+class _Interpreter:
+    """Runs statements; `names` has what each variable may be, as a set: of what, `value` says."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, set] = {}
+
+    def value(self, node: Any) -> set:
+        """What an expression may be."""
+        raise NotImplementedError
+
+    def run(self, nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            self.statement(node)
+
+    def statement(self, node: Any) -> None:
+        match node:
+            case ast.If(test=test, body=body, orelse=orelse):
+                self.value(test)
+                self.branches(body, orelse)
+            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                item = ast.Subscript(iterated, ast.Constant(0))
+                self.loop([ast.copy_location(ast.Assign([target], item), node), *body])
+                self.run(orelse)
+            case ast.While(test=test, body=body, orelse=orelse):
+                self.loop([test, *body])
+                self.run(orelse)
+            case ast.expr():
+                self.value(node)
+            case ast.AST():  # expressions, and blocks that may run
+                for _, field in ast.iter_fields(node):
+                    self.branches(field if isinstance(field, list) else [field], [])
+
+    def branches(self, *blocks: Sequence[Any]) -> None:
+        before = self.names
+        ends = []
+        for block in blocks:
+            self.names = dict(before)
+            self.run(block)
+            ends.append(self.names)
+        self.names = {}
+        for name, found in itertools.chain(*(end.items() for end in ends)):
+            self.names[name] = self.names.get(name, set()) | found
+
+    def loop(self, body: Sequence[Any]) -> None:
+        """Run a loop until no variable may be anything else, as one may be what the body assigns further down."""
+        before = None
+        while self.names != before:
+            before = self.names
+            self.branches(body, [])
+
+
 class _View(NamedTuple):
     """An array that lies in the memory of a parameter."""
 
     parameter: str
     ndim: float = math.inf  # that also of what has arrays in it, such as a tuple
     is_unguarded: bool = False  # Numba takes it for writable, even if the parameter is read-only
-    may_be_copy: bool = False
 
 
 class _Access(NamedTuple):
@@ -707,86 +757,84 @@ class _Access(NamedTuple):
     is_unguarded: bool  # Numba lets it pass, even if the parameter is read-only
 
 
-# Functions of NumPy, Numba CUDA and Warp, and attributes of arrays, by name.
+# Functions of NumPy, Numba CUDA and Warp, and attributes and methods of arrays, by name.
 _UPDATES = re.compile(r"(?:^|\.)(?:atomic\.\w+|(?:tile_)?atomic_\w+|ufunc\.at)$")
-_STORES = re.compile(r"(?:^|\.)(?:tile_store\w*|st(?:cg|cs|wb|wt)|copyto|fill_diagonal|nan_to_num|put|place|shuffle)$")
-_VIEWS = re.compile(
-    r"(?:^|\.)(?:T|real|imag|flat|view|where|select|as\w*array|frombuffer|nditer|reshape|ravel|transpose|squeeze|"
-    r"expand_dims|swapaxes|broadcast_\w+|atleast_\w+|flip\w*|rot90|diagonal|\w*split|"
-    r"zip|enumerate|reversed|iter|next|list|tuple)$"
+_STORES = re.compile(
+    r"(?:^|\.)(?:tile_store\w*|st(?:cg|cs|wb|wt)|copyto|fill_diagonal|nan_to_num|put|place|shuffle|"
+    r"ndarray\.(?:fill|itemset|partition|resize|sort))$"
 )
-_UNGUARDED_VIEWS = re.compile(r"(?:^|\.)(?:flat|view|as\w+array|frombuffer|nditer)$")  # Numba takes them for writable
-_UNGUARDED_NAMES = frozenset(  # of what Numba lets a kernel write by to an input
+_VIEWS = re.compile(
+    r"(?:^|\.)(?:T|real|imag|flat|view|where|select|as\w*array\w*|frombuffer|nditer|reshape|ravel|transpose|squeeze|"
+    r"expand_dims|swapaxes|moveaxis|broadcast_\w+|atleast_\w+|flip\w*|rot90|diagonal|\w*split|trim_zeros|as_strided|"
+    r"sliding_window_view|zip|enumerate|reversed|iter|next|list|tuple)$"
+)
+_WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
+_UNGUARDED = frozenset(  # what Numba lets a kernel write by to an input
     "ascontiguousarray asfortranarray at copyto fill_diagonal flat frombuffer nan_to_num nditer".split()
 )
-_COPIES = re.compile(r"(?:^|\.)(?:array|astype|copy|flatten|sorted|\w+_like)$")
-_WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
-_GLOBAL = "global "  # in front of the name of a global array on a GPU, in the place of a parameter's
 _FACTS = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # of an array
-_STORING_METHODS = frozenset("fill itemset partition put resize sort".split())
+_INPUTS_BEFORE_OUT = {"dot": 2, "around": 2, "round": 2, "clip": 3}  # of functions that Numba gives an `out`
+_GLOBAL = "global "  # in front of the name of a global array on a GPU, in the place of a parameter's
 
 
-class _Source:
+class _Source(_Interpreter):
     """What the source of a kernel, and of the functions that it calls, does to its arrays.
 
     `given` has what each argument of the kernel is: a view of the parameter, or None for what is no array.
     """
 
     def __init__(self, kernel: Any, given: Sequence[_View | None]) -> None:
+        super().__init__()
         self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)
         self.replayed: set[str] = set()  # the parameters that Warp's adjoint of the kernel changes again
         self.tid_counts: set[int] = set()  # how many indices Warp's `tid()` gives, in each of its calls
         self.uses_tiles = False  # of Warp
         self.has_own_code = False  # C++, or adjoints of the user's
-        self.names: dict[str, set] = {}  # what each variable may be
-        self.returned: set = set()  # what the function that is being read may return
-        self.results: dict[tuple, set] = {}  # of functions that were read, or are being read, with these arguments
+        # Of each function that was read, or is being read, with these arguments: what it may return.
+        self.results: dict[tuple[Any, frozenset], set] = {}
         self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
         self.depth = 0  # of calls
-        self.call(kernel, [{view} - {None} for view in given], {}, ast.Name("a kernel whose source is not there"))
+        start = ast.Call(ast.Name("source not found: kernel"), [], [])
+        self.call(kernel, [{view} - {None} for view in given], {}, start)
 
-    def note(self, kind: str, found: Iterable, node: ast.AST, is_unguarded: bool = False) -> None:
-        """Note an access to arrays."""
+    def note(self, kind: str, found: Iterable, node: ast.AST) -> None:
+        """Note an access to arrays.  Numba refuses a statement that assigns to an input, and lets functions pass."""
         for view in _arrays(found):
-            sure_kind = "unknown" if view.may_be_copy else kind
-            access = _Access(sure_kind, ast.unparse(node), is_unguarded or view.is_unguarded)
-            self.accesses[view.parameter].append(access)
-            if self.depth > 1 or sure_kind == "unknown":
+            is_unguarded = view.is_unguarded or isinstance(node, ast.expr)
+            self.accesses[view.parameter].append(_Access(kind, ast.unparse(node), is_unguarded))
+            if self.depth > 1 or kind == "unknown":
                 self.replayed.add(view.parameter)
 
     # -- functions --
 
-    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.expr) -> set:
+    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
         """What a function may return for these arguments, after a note of what it does to them."""
+        if hasattr(function, "gufunc_builder"):  # gets writable arrays, of other ranks
+            given = [_inside(x, is_unguarded=True) for x in given]
+        if overloads := self.users_functions(function):
+            return set().union(*[self.read(x, given, named, node) for x in overloads])
         everything = set().union(*given, *named.values())
         first = given[0] if given else everything
         name = _name_of(function, node)
-        n_in = getattr(function, "nin", None)
-        is_warps = isinstance(function, str) or hasattr(function, "native_func")
-        if hasattr(function, "gufunc_builder"):  # gets writable arrays, of other ranks
-            return self.read(function, [_inside(x, is_unguarded=True) for x in given], {}, node)
-        if n_in is not None:  # a ufunc: outputs follow its inputs
+        own_name = name.rpartition(".")[2]
+        if name == "tid":
+            self.tid_counts.add(self.n_targets.get(node, 1))
+        self.uses_tiles |= name.startswith(("tile", "untile"))
+        copies_by_default = own_name == "nan_to_num" and len(given) < 2 and "copy" not in named
+        if _UPDATES.search(name):
+            self.note("updates", first, node)
+        elif _STORES.search(name) and not copies_by_default and "copy=True" not in ast.unparse(node):
+            self.note("stores", first, node)
+        elif _VIEWS.search(name):
+            is_of_one = not any(isinstance(x, ast.Tuple) for x in node.args)  # unlike np.nditer((x, out))
+            return _inside(everything, own_name in _UNGUARDED and is_of_one)
+        elif _only_reads(function, name):
+            n_in = getattr(function, "nin", _INPUTS_BEFORE_OUT.get(own_name, len(given)))
             self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
-        elif overloads := self.users_functions(function):
-            return set().union(*[self.read(x, given, named, node) for x in overloads])
-        elif _UPDATES.search(name):
-            self.note("updates", first, node, is_unguarded=True)
-        elif _STORES.search(name) and (not name.endswith("nan_to_num") or _is_in_place(node)):
-            self.note("stores", first, node, is_unguarded=True)
-        elif outs := _arrays(_passed_as_out(function, given, named)):
-            self.note("stores", outs, node, is_unguarded=True)
-        elif _VIEWS.search(name) or hasattr(function, "vars"):  # or a struct of Warp's
-            return _inside(everything, bool(_UNGUARDED_VIEWS.search(name)))
-        elif is_warps:
-            self.uses_tiles |= bool(re.match("(un)?tile", name))
-            self.tid_counts |= {self.n_targets.get(node, 1)} if name == "tid" else set()
-            if not _WARP_READS.search(name):
+        else:
+            if not isinstance(function, type) and not hasattr(function, "vars"):  # else a type or struct holds them
                 self.note("unknown", everything, node)
-        elif not isinstance(function, type) and not _is_only_reading(function):
-            self.note("unknown", everything, node)
             return _inside(everything)
-        elif getattr(function, "__module__", None) != "builtins" and not _COPIES.search(name):
-            return {x._replace(ndim=math.inf, may_be_copy=True) for x in _arrays(everything)}
         return set()
 
     def users_functions(self, function: Any) -> list:
@@ -799,26 +847,25 @@ class _Source:
             return [] if function.is_builtin() else [function, *overloads]
         python = _python(function)
         is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
-        is_users = is_jitted and not _is_stable(python.__module__)
-        return [function] if is_users or isinstance(function, (ast.FunctionDef, ast.Lambda)) else []
+        is_users = is_jitted and not _is_stable(python.__module__) and not _is_ufunc(function)
+        return [function] if is_users or isinstance(function, ast.FunctionDef) else []
 
-    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.AST) -> set:
+    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
         """Read a function of the user's, called with these arguments."""
         tree = _tree_of(function)
         everything = set().union(*given, *named.values())
         parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
-        for parameter, argument in zip(parameters, getattr(node, "args", ())):
+        for parameter, argument in zip(parameters, node.args):
             if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
                 self.note("unknown", self.value(_root(argument)), node)
-        if getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None):
+        own_code = [getattr(function, x, None) for x in ("native_snippet", "custom_grad_func", "custom_replay_func")]
+        if tree is None or any(own_code):
             self.has_own_code = True
             self.replayed |= {view.parameter for view in _arrays(everything)}
-        if tree is None or getattr(function, "native_snippet", None):  # no source, or C++
-            self.has_own_code = True
-            names = _UNGUARDED_NAMES.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
-            text = f"{_name_of(function, node)}, whose source is not there, names {', '.join(sorted(names))}"
-            kind, cause = ("stores", ast.Name(text)) if names else ("unknown", node)
-            self.note(kind, everything, cause, is_unguarded=bool(names))
+        if tree is None or own_code[0]:  # no source, or C++
+            names = _UNGUARDED.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
+            text = f"source not found: {_name_of(function, node)}, which names {', '.join(sorted(names))}"
+            self.note("stores" if names else "unknown", everything, ast.Name(text) if names else node)
             return _inside(everything)
         arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
         if tree.args.vararg:
@@ -830,123 +877,59 @@ class _Source:
         return self.results[key]
 
     def read_body(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
-        outer = self.names, self.returned
+        outer = self.names
         if tree is not function:  # else it is nested, and sees the variables of the function around it
-            variables = _variables_of(_python(function)).items()
-            self.names = {name: {value} for name, value in variables if _is_named(value)}
-            self.names |= {name: {_View(_GLOBAL + name)} for name, value in variables if _is_device_array(value)}
-        self.names = {**self.names, **arguments}
-        self.returned = set()
+            self.names = {}
+            for name, value in _variables_of(_python(function)).items():
+                with contextlib.suppress(TypeError):  # of what has no hash
+                    self.names[name] = {_View(_GLOBAL + name) if _is_device_array(value) else value}
+        self.names = {**self.names, **arguments, "return": set()}
         self.depth += 1
-        if isinstance(tree, ast.Lambda):
-            self.returned = self.value(tree.body)
-        else:
-            self.run(tree.body)
-        result = self.returned
+        self.run(tree.body if isinstance(tree.body, list) else [ast.Return(tree.body)])
         self.depth -= 1
-        self.names, self.returned = outer
-        return result
+        returned = self.names["return"]
+        self.names = outer
+        return returned
 
     # -- statements --
 
-    def run(self, statements: Iterable[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
-
     def statement(self, node: Any) -> None:
         match node:
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=parts)) if _pairs(targets, parts):
-                found_for_each = list(map(self.value, parts))  # before any is assigned, as in `a, b = b, a`
-                for target, part, found in zip(targets, parts, found_for_each):
-                    self.assign(target, found, node, part)
             case ast.Assign(targets=targets, value=value):
                 self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
-                found = self.value(value)
                 for target in targets:
-                    self.assign(target, found, node, value)
+                    parts, values = _parts(target, value)
+                    found = list(map(self.value, values))  # before any is assigned, as in `a, b = b, a`
+                    for part, found_for_part in zip(parts, found):
+                        self.assign(part, found_for_part, node)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.assign(target, self.value(value), node, value)
+                self.assign(target, self.value(value), node)
             case ast.AugAssign(target=target, value=value):
                 self.value(value)
                 self.note("updates", self.place(target), node)
-            case ast.If(test=test, body=body, orelse=orelse):
-                self.value(test)
-                self.branches(body, orelse)
-            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
-                self.loop(body, lambda: self.iterate(target, iterated, node))
-                self.run(orelse)
-            case ast.While(test=test, body=body, orelse=orelse):
-                self.loop(body, lambda: self.value(test))
-                self.run(orelse)
             case ast.FunctionDef(name=name):
                 self.names[name] = {node}
             case ast.Return(value=ast.expr() as value):
-                self.returned = self.returned | self.value(value)
+                self.names["return"] = self.names["return"] | self.value(value)
             case _:
-                self.parts(node)
+                super().statement(node)
 
-    def parts(self, node: ast.AST) -> None:
-        """What has no rule of its own: expressions, and blocks that may run."""
-        for _, field in ast.iter_fields(node):
-            items = field if isinstance(field, list) else [field]
-            if items and isinstance(items[0], ast.stmt):
-                self.branches(items, [])
-                continue
-            for item in items:
-                if isinstance(item, ast.expr):
-                    self.value(item)
-                elif isinstance(item, ast.AST):
-                    self.parts(item)
-
-    def branches(self, *blocks: Sequence[ast.stmt]) -> None:
-        before = self.names
-        ends = []
-        for block in blocks:
-            self.names = dict(before)
-            self.run(block)
-            ends.append(self.names)
-        self.names = _joined(*ends)
-
-    def loop(self, body: Sequence[ast.stmt], begin: Callable[[], Any]) -> None:
-        """Run a loop until no variable may be anything else, as one may be what the body assigns further down."""
-        before: dict[str, set] | None = None
-        while self.names != before:
-            before = self.names
-            self.names = dict(before)
-            begin()
-            self.run(body)
-            self.names = _joined(before, self.names)
-
-    # -- assignments --
-
-    def iterate(self, target: Any, iterated: Any, node: ast.AST) -> None:
-        match target, iterated:
-            case ast.Tuple(elts=targets), ast.Call(func=func, args=[ast.Tuple(elts=parts)]) if _pairs(targets, parts):
-                for part_of_target, part in zip(targets, parts):  # of np.nditer((x, y))
-                    self.iterate(part_of_target, ast.Call(func, [part], []), node)
-            case _:
-                self.assign(target, _indexed(self.value(iterated), 1), node)
-
-    def assign(self, target: Any, found: set, node: ast.AST, value: Any = None) -> None:
+    def assign(self, target: Any, found: set, node: Any) -> None:
         match target:
             case ast.Name(id=name):
                 self.names[name] = found
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for part in targets:
                     self.assign(part, _indexed(found, 1), node)
-            case ast.Starred(value=part):
-                self.assign(part, _inside(found), node)
             case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
                 self.names[name] = self.names.get(name, set()) | _inside(found)
             case _:
-                self.note("updates" if _is_update(target, value) else "stores", self.place(target), node)
+                self.note("updates" if _is_update(target, node.value) else "stores", self.place(target), node)
 
     def place(self, target: Any) -> set:
         """The arrays that a target may be, or be a part of."""
-        if isinstance(target, ast.Name):
-            return self.value(target)
-        self.value(getattr(target, "slice", target))
-        arrays = set(_arrays(self.value(target.value)))
+        self.value(target)
+        arrays = set(_arrays(self.value(getattr(target, "value", target))))
         if not arrays:  # a component of an element, such as x[i][0]
             arrays = set(_arrays(self.value(_root(target))))
             self.replayed |= {view.parameter for view in arrays}
@@ -960,64 +943,31 @@ class _Source:
             case ast.Name(id=name):
                 return {node.warp_func} if hasattr(node, "warp_func") else self.names.get(name, set())
             case ast.Attribute(value=owner, attr=name):
-                return self.attribute(self.value(owner), name, node)
+                return set().union(*[_attribute(x, name) for x in self.value(owner)])
             case ast.Subscript(value=owner, slice=index):
                 self.value(index)
                 return _indexed(self.value(owner), _count_indices(index))
-            case ast.IfExp() | ast.BoolOp():
-                return set().union(*map(self.value, ast.iter_child_nodes(node)))
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return _inside(set().union(*map(self.value, parts)))
-            case ast.Lambda():
-                return {node}
             case ast.Call():
                 return self.called(node)
         found = set().union(*map(self.value, ast.iter_child_nodes(node)))
         if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
             return set()
-        self.note("unknown", found, node)
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            return found
+        if not isinstance(node, (ast.Tuple, ast.List)):
+            self.note("unknown", found, node)
         return _inside(found)
 
-    def attribute(self, owners: set, name: str, node: ast.AST) -> set:
-        found = set()
-        for owner in owners:
-            if not isinstance(owner, _View):
-                value = None
-                with contextlib.suppress(Exception):  # of modules that load what is asked for
-                    value = getattr(owner, name)
-                found.add(value if _is_named(value) else name)  # Warp has most of its functions by name alone
-            elif _VIEWS.search(name):
-                found |= _inside({owner}, bool(_UNGUARDED_VIEWS.search(name)))
-            elif owner.ndim == math.inf:  # a field of a struct or tuple
-                found.add(owner)
-            elif name not in _FACTS:
-                self.note("unknown", {owner}, node)  # such as an address
-        return found
-
     def called(self, node: ast.Call) -> set:
-        given = [self.value(x.value if isinstance(x, ast.Starred) else x) for x in node.args]
+        given = [self.value(x) for x in node.args]
         named = {str(x.arg): self.value(x.value) for x in node.keywords}
-        everything = set().union(*given, *named.values())
-        if "None" in named or any(isinstance(x, ast.Starred) for x in node.args):  # f(*args, **named)
-            self.note("unknown", everything, node)
-            return _inside(everything)
-        if isinstance(node.func, ast.Attribute) and (arrays := _arrays(self.value(node.func.value))):
-            return self.method(arrays, node.func.attr, everything, node)
         functions = self.value(node.func) or {None}
+        if isinstance(node.func, ast.Attribute) and (owners := _arrays(self.value(node.func.value))):  # a method
+            given = [set(owners), *given]
+            functions = {getattr(np.ndarray, node.func.attr, None)}
+        if any(isinstance(x, ast.Starred) for x in node.args):
+            functions = {None}
         return set().union(*[self.call(function, given, named, node) for function in functions])
-
-    def method(self, owners: Sequence[_View], name: str, everything: set, node: ast.AST) -> set:
-        """A method of arrays, or of what has arrays in it."""
-        if name in _FACTS or _COPIES.search(name):  # such as x.dtype(0)
-            return set()
-        self.note("unknown", everything, node)
-        if name in _STORING_METHODS:
-            self.note("stores", owners, node)
-        elif not hasattr(np.ndarray, name):
-            self.note("unknown", owners, node)
-        is_view = bool(_VIEWS.search(name))
-        views = _inside(owners, bool(_UNGUARDED_VIEWS.search(name)))
-        return {x._replace(may_be_copy=x.may_be_copy or not is_view) for x in views}
 
 
 def _arrays(found: Iterable) -> list[_View]:
@@ -1026,25 +976,27 @@ def _arrays(found: Iterable) -> list[_View]:
 
 def _inside(found: Iterable, is_unguarded: bool = False) -> set:
     """What has these in it, or is a view of them."""
-    views = {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
-    return views | {x for x in found if not isinstance(x, _View)}
+    return {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
 
 
 def _indexed(found: Iterable, n: int) -> set:
     """What an index of so many dimensions gives: views of what has more, and nothing for numbers."""
-    views = {x._replace(ndim=x.ndim - n) for x in _arrays(found) if n == 0 or x.ndim > n}
-    return views | {x for x in found if not isinstance(x, _View)}
+    return {x._replace(ndim=x.ndim - n) for x in _arrays(found) if x.ndim > n}
+
+
+def _attribute(owner: Any, name: str) -> set:
+    if isinstance(owner, _View):
+        is_fact = name in _FACTS and owner.ndim < math.inf  # else it may be a field of a struct
+        return set() if is_fact else _inside({owner}, name in _UNGUARDED)
+    with contextlib.suppress(Exception):  # of modules that load what is asked for, and of what has no hash
+        return {getattr(owner, name)}
+    return {name}  # Warp has most of its functions by name alone
 
 
 def _count_indices(index: Any) -> int:
-    """How many dimensions an index takes away; that of a 0-d array, `[()]`, its last."""
+    """How many dimensions an index takes away."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    keeping = [x for x in parts if isinstance(x, ast.Slice) or getattr(x, "value", 0) in (..., None)]
-    return len(parts) - len(keeping) if parts else 1
-
-
-def _joined(*ends: dict[str, set]) -> dict[str, set]:
-    return {name: set().union(*[end.get(name, set()) for end in ends]) for name in itertools.chain(*ends)}
+    return sum(not isinstance(x, ast.Slice) and getattr(x, "value", 0) not in (..., None) for x in parts)
 
 
 def _root(target: Any) -> Any:
@@ -1053,56 +1005,45 @@ def _root(target: Any) -> Any:
     return target
 
 
-def _pairs(targets: Sequence, values: Sequence) -> bool:
-    return len(targets) == len(values) and not any(isinstance(x, ast.Starred) for x in [*targets, *values])
+def _parts(target: Any, value: Any) -> tuple[list, list]:
+    """What an assignment assigns to, and what it assigns there."""
+    match target, value:
+        case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
+            return targets, values
+    return [target], [value]
 
 
 def _is_update(target: Any, value: Any) -> bool:
     """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = x + y`."""
     text = ast.unparse(target)
-    nodes = list(ast.walk(value or ast.Pass()))
+    nodes = list(ast.walk(value))
     operands = [ast.unparse(x) for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
     is_made_of = text in map(ast.unparse, nodes) or re.sub(r"\[(:|\.\.\.)\]$", "", text) in operands
     return is_made_of and not re.search(r"\bif\b|\b(where|select)\(", ast.unparse(value))
-
-
-def _passed_as_out(function: Any, given: Sequence[set], named: Mapping[str, set]) -> set:
-    """What a function of NumPy gets as `out`."""
-    position = 2  # of np.dot, which has no signature
-    if getattr(function, "__name__", "") != "dot":
-        with contextlib.suppress(TypeError, ValueError):
-            position = [*inspect.signature(function).parameters, "out"].index("out")
-    is_numpys = str(getattr(function, "__module__", "")).partition(".")[0] == "numpy"
-    return set().union(*given[position : position + 1], named.get("out", set())) if is_numpys else set()
-
-
-def _is_in_place(node: Any) -> bool:
-    """Whether a call of `nan_to_num(x, copy=True, ...)` may have another second argument."""
-    copies = [*node.args[1:2], *(x.value for x in node.keywords if x.arg == "copy")]
-    return any(not isinstance(x, ast.Constant) or not x.value for x in copies)
 
 
 def _is_device_array(value: Any) -> bool:
     return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
 
 
-def _is_named(value: Any) -> bool:
-    """Whether a reader looks at what a name stands for: modules, and what can be called."""
-    is_hashable = type(value).__hash__ is not None and not isinstance(value, ctypes._CFuncPtr)  # type: ignore
-    return is_hashable and (callable(value) or isinstance(value, types.ModuleType))
+def _is_ufunc(function: Any) -> bool:
+    return hasattr(function, "nin") and not hasattr(function, "gufunc_builder")
 
 
-def _is_only_reading(function: Any) -> bool:
-    """Whether this is a function of Python's or NumPy's, which has none of the names above."""
-    module = str(getattr(function, "__module__", None))
-    return _is_stable(module) and not module.startswith("numba")
+def _only_reads(function: Any, name: str) -> bool:
+    """Whether this is a function of Python's, NumPy's or Warp's that changes no array but what it gets as `out`."""
+    if isinstance(function, str) or hasattr(function, "native_func"):  # Warp's
+        return bool(_WARP_READS.search(name))
+    module = str(getattr(getattr(function, "__objclass__", function), "__module__", None))
+    return _is_ufunc(function) or (_is_stable(module) and not module.startswith("numba"))
 
 
 def _name_of(function: Any, node: Any) -> str:
     """`atomic.add`, `fill_diagonal`: its own name, which for Warp is a key; of what is unknown, that in the code."""
-    name = function if isinstance(function, str) else getattr(function, "key", None)
-    name = name or getattr(function, "__qualname__", None)
-    return name if isinstance(name, str) else ast.unparse(getattr(node, "func", node))
+    for name in (function, getattr(function, "key", None), getattr(function, "__qualname__", None)):
+        if isinstance(name, str):
+            return name
+    return ast.unparse(getattr(node, "func", node))
 
 
 _no_code = compile("", "", "exec")
@@ -1121,20 +1062,19 @@ def _tree_of(function: Any) -> Any:
 @functools.lru_cache(maxsize=8)
 def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
     """The syntax tree of each function in a file, by what it compiles to; not of lambdas that share a line."""
+    trees = {}
     nodes = collections.defaultdict(list)
-    codes: list[types.CodeType] = []
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-                first_line = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+                first_line = [*getattr(node, "decorator_list", ()), node][0].lineno
                 nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
         codes = [compile(text, file, "exec", dont_inherit=True)]
-    trees = {}
-    for code in codes:  # which grows
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        found = nodes[code.co_firstlineno, code.co_name]
-        if len(found) == 1:
-            trees[code] = found[0]
+        for code in codes:  # which grows
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            found = nodes[code.co_firstlineno, code.co_name]
+            if len(found) == 1:
+                trees[code] = found[0]
     return trees
 
 
@@ -4729,32 +4669,31 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
 
 
 _WARNED_OF: Any = weakref.WeakSet()  # kernels
+_GRADIENT = "has a gradient"
 
 
-class _StaleValues:
-    """Where the adjoint of a function needs a value that is stale: `found` has {line: (variable, text)}."""
+class _StaleValues(_Interpreter):
+    """Where the adjoint of a function needs a value that is stale: `found` has {(file, line): (variable, text)}.
 
-    def __init__(self, function: Any, inert: set[str], max_unroll: int) -> None:
-        self.function = function
-        self.inert = inert  # variables that have no gradient
+    Here a variable, or an expression, is the set of the stale variables in it, and _GRADIENT if it has one.
+    """
+
+    def __init__(self, function: Any, inert: Container[str], max_unroll: int) -> None:
+        super().__init__()
+        self.adj = function.adj
         self.max_unroll = max_unroll
-        self.stale: set[str] = set()
         self.overwritten = ""  # the element that is being assigned
-        self.called: list[Any] = []  # the user's functions
-        self.found: dict[int, tuple[str, str]] = {}
+        self.found: dict[tuple[str, int], tuple[str, str]] = {}
         tree = _tree_of(function)
         self.parameters = {x.arg for x in tree.args.args}
-        self.assigned = set(self.parameters)  # so far
+        self.names = {name: {_GRADIENT} for name in self.parameters if name not in inert}
         self.variables = _variables_of(_python(function))
         self.run(tree.body)
 
-    def need(self, node: Any, stale: Iterable[str]) -> None:
-        for name in sorted(stale):
-            self.found.setdefault(node.lineno + self.function.adj.fun_lineno - 1, (name, ast.unparse(node)))
-
-    def run(self, statements: Iterable[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
+    def need(self, node: Any, found: set) -> None:
+        for name in sorted(found - {_GRADIENT}):
+            place = self.adj.filename, node.lineno + self.adj.fun_lineno - 1
+            self.found.setdefault(place, (name, ast.unparse(node)))
 
     def statement(self, node: Any) -> None:
         match node:
@@ -4762,42 +4701,25 @@ class _StaleValues:
                 self.assign(target, value)
             case ast.AugAssign(target=target, op=op, value=value):
                 self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
-            case ast.If(test=test, body=body, orelse=orelse):
-                self.need(test, self.value(test)[0])
-                self.branches(body, orelse)
+            case ast.If(test=test):
+                self.need(test, self.value(test))
+                super().statement(node)
             case ast.Break():
                 self.need(node, {"the loop that it leaves"})
             case ast.For(target=target, iter=iterated, body=body):
-                self.need(iterated, self.value(iterated)[0])
-                self.assign(target, ast.Constant(0))
-                if self.is_unrolled(iterated, body):
-                    self.run(body)
-                else:
-                    self.loop(body)
-                    self.stale |= self.stored_names(target)
+                self.need(iterated, self.value(iterated))  # such as a length that a loop has counted
+                run = self.run if self.is_unrolled(iterated, body) else self.loop
+                run([ast.Assign([target], ast.Constant(0)), *body])
             case ast.While(test=test, body=body):
-                self.need(test, self.value(test)[0])  # before the loop: what it counts itself, Warp counts anew
+                self.need(test, self.value(test))  # before the loop: what it counts itself, Warp counts anew
                 self.loop(body)
-            case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
-                self.value(value)
-
-    def branches(self, *branches: Sequence[ast.stmt]) -> None:
-        before = self.stale, self.inert, self.assigned
-        after = []
-        for branch in branches:
-            self.stale, self.inert, self.assigned = map(set, before)
-            self.run(branch)
-            after.append((self.stale, self.inert, self.assigned))
-        stale, inert, assigned = zip(*after)
-        self.stale, self.inert, self.assigned = set().union(*stale), set.intersection(*inert), set().union(*assigned)
+            case _:
+                super().statement(node)
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
-        match iterated:
-            case ast.Call(func=ast.Name(id="range"), args=args):
-                numbers = list(map(self.constant, args))
-                is_known = all(isinstance(n, int) for n in numbers)
-                leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
-                return is_known and not leaves_early and len(range(*numbers)) <= self.max_unroll
+        leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
+        with contextlib.suppress(AttributeError, TypeError):  # it is no range, or of a number that is not known
+            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll and not leaves_early
         return False
 
     def constant(self, node: Any) -> Any:
@@ -4807,74 +4729,62 @@ class _StaleValues:
                 return eval(ast.unparse(node), {}, self.variables)
         return None
 
-    def loop(self, body: Sequence[ast.stmt]) -> None:
-        changed = set().union(*map(self.stored_names, body))
-        for _ in range(2):  # what is assigned further down is stale in the next round
-            self.stale |= changed & self.assigned
-            self.run(body)
-        self.stale |= changed
+    def loop(self, body: Sequence[Any]) -> None:
+        for name in set().union(*map(self.stored_names, body)):
+            self.names[name] = self.names.get(name, set()) | {name}
+        super().loop(body)
 
     def stored_names(self, node: ast.AST) -> set[str]:
         """The variables that are assigned there, or a part of which is: not the arrays of parameters."""
         targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
-        return {getattr(_root(x), "id", "") for x in targets} - self.parameters - {""}
+        return {getattr(_root(x), "id", "") for x in targets} - self.parameters
 
     def assign(self, target: Any, value: Any) -> None:
         self.overwritten = ast.unparse(target)
-        stale, has_gradient = self.value(value)
+        found = self.value(value)
         self.overwritten = ""
-        if isinstance(target, ast.Subscript):
-            self.need(target, self.value(target.slice)[0])
-        names = self.stored_names(target)
-        self.assigned |= names
-        is_part = isinstance(target, (ast.Subscript, ast.Attribute))
-        self.stale = self.stale | names if stale or (is_part and names & self.stale) else self.stale - names
-        self.inert = self.inert - names if has_gradient else self.inert | names
+        self.value(target)  # with indices
+        for name in self.stored_names(target):
+            if isinstance(target, (ast.Subscript, ast.Attribute)):  # of which the rest stays
+                found = found | self.names.get(name, set())
+            self.names[name] = {x if x == _GRADIENT else name for x in found}
 
-    def value(self, node: Any) -> tuple[set[str], bool]:
-        """The stale variables that an expression is made of, and whether it has a gradient."""
+    def value(self, node: Any) -> set:
         match node:
             case ast.Name(id=name):
-                return {name} & self.stale, name not in self.inert
+                return self.names.get(name, set())
             case ast.Attribute(attr=name) if name in _FACTS:
-                return set(), False
+                return set()
             case ast.Subscript(value=array, slice=index):
-                self.need(node, self.value(index)[0])
-                stale, has_gradient = self.value(array)
-                text = ast.unparse(node)
-                return stale | ({text} if text == self.overwritten else set()), has_gradient
+                self.need(node, self.value(index))
+                return self.value(array) | ({ast.unparse(node)} & {self.overwritten})
             case ast.BinOp(left=left, op=op, right=right):
-                return self.operation(node, op, self.value(left), self.value(right))
+                a, b = self.value(left), self.value(right)
+                if _GRADIENT in a | b and not _is_linear(op, a, b):
+                    self.need(node, a | b)
+                return a | b
             case ast.Call():
                 return self.call(node)
             case ast.IfExp(test=test):
-                self.need(test, self.value(test)[0])
-        parts = [self.value(x) for x in ast.iter_child_nodes(node)]
-        has_gradient = any(x for _, x in parts) and not isinstance(node, ast.Compare)
-        return set().union(*(stale for stale, _ in parts)), has_gradient
+                self.need(test, self.value(test))
+        found = set().union(*map(self.value, ast.iter_child_nodes(node)))
+        return found - {_GRADIENT} if isinstance(node, ast.Compare) else found
 
-    def operation(self, node: Any, op: ast.operator, left: tuple, right: tuple) -> tuple[set[str], bool]:
-        (a, a_has), (b, b_has) = left, right
-        needs_left = a and (b_has or isinstance(op, ast.Pow))
-        needs_right = b and (a_has or (b_has and not isinstance(op, ast.Mult)))
-        if (needs_left or needs_right) and not isinstance(op, (ast.Add, ast.Sub)):
-            self.need(node, a | b)
-        return a | b, a_has or b_has
+    def call(self, node: ast.Call) -> set:
+        values = list(map(self.value, [*node.args, *node.keywords]))
+        found = set().union(*values)
+        if ast.unparse(node.func).endswith(("atomic_add", "atomic_sub")):
+            self.need(node, set().union(*values[1:-1]))
+        elif _GRADIENT in found and not isinstance(self.constant(node.func), type):  # which is linear, as wp.vec3 is
+            self.need(node, found)
+        return found
 
-    def call(self, node: ast.Call) -> tuple[set[str], bool]:
-        values = [self.value(x) for x in [*node.args, *(keyword.value for keyword in node.keywords)]]
-        stale = set().union(*(x for x, _ in values))
-        has_gradient = any(x for _, x in values)
-        name = ast.unparse(node.func).rpartition(".")[2]
-        owner = self.variables.get(getattr(getattr(node.func, "value", None), "id", ""))
-        function: Any = getattr(owner, name, self.variables.get(name))
-        if hasattr(function, "adj") and not function.is_builtin():
-            self.called.append(function)
-        if name in ("atomic_add", "atomic_sub"):
-            self.need(node, set().union(*(x for x, _ in values[1:-1])))
-        elif has_gradient and not isinstance(function, type):  # which is linear, as wp.vec3 is
-            self.need(node, stale)
-        return stale, has_gradient
+
+def _is_linear(op: ast.operator, a: set, b: set) -> bool:
+    """Whether the adjoint of `a op b` needs neither value: what is empty has no gradient, and is never stale."""
+    if isinstance(op, (ast.Mult, ast.MatMult)):
+        return not a or not b
+    return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
 
 
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
@@ -4883,14 +4793,13 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
         return
     inert = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll") or 16
-    checks = [_StaleValues(kernel, inert, max_unroll)]
-    for check in checks:  # which grows
-        read = [other.function for other in checks]
-        checks += [_StaleValues(x, set(), max_unroll) for x in dict.fromkeys(check.called) if x not in read]
-    for line, (name, text) in itertools.chain(*(check.found.items() for check in checks)):
+    found: dict[tuple[str, int], tuple[str, str]] = {}
+    for n, function in enumerate(dict.fromkeys(function for function, _ in _source_of(kernel).results)):
+        found |= _StaleValues(function, () if n else inert, max_unroll).found  # the first is the kernel
+    for (file, line), (name, text) in found.items():
         warnings.warn(
             f"{title}: the gradient may be wrong: Warp's adjoint needs {name!r} as it was in `{text:.60}` (line {line} "
-            f"of {kernel.adj.filename}), and has its value at another time.  Put the loop into a wp.func that returns "
+            f"of {file}), and has its value at another time.  Put the loop into a wp.func that returns "
             f"what it sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
             "jax.test_util.check_grads",
             skip_file_prefixes=_FILES_BEFORE_THE_USERS,
