@@ -1365,7 +1365,7 @@ ERRORS = [
     ("numba", NotImplementedError, "GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback",
      lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
     # when the kernel runs
-    ("numba", jax.errors.JaxRuntimeError, "it returned an array of shape', (4,), 'where outs declares', (2,)",
+    ("numba", jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
      lambda: wrap(transpose_of, spec(2))(F32)),
     ("numba", jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
      lambda: raising(f"LookupError({ODD_TEXT!r})")(F32)),

@@ -3092,13 +3092,20 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
             copies.append(f"r{k} = {leaf}.copy()")  # it may be a view of an output that is stored before
             leaf = f"r{k}"
         if signature.ranks[k]:
-            problem = f"'it returned an array of shape', {leaf}.shape, 'where outs declares', b{k}.shape"
-            stores.append(f"if {leaf}.shape != b{k}.shape: raise ValueError({problem})")
+            stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
         stores.append(f"b{k}[...] = {leaf}")
     all_buffers = _Form(form.n, tuple(range(form.n)))
-    stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores))
+    stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
+
+
+class ShapeError(ValueError):
+    """A kernel returned an array of another shape than `outs` declares."""
+
+    def __str__(self) -> str:
+        returned, declared = self.args
+        return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
 def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
