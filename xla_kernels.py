@@ -37,7 +37,7 @@ A call: `numba_kernel` makes a `_NumbaKernel`; `_Wrapper.__call__` -> `_Wrapper.
 `_NumbaKernel._find_target` -> `_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which
 `_NumbaEmitter` writes what runs a slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the
 machine code of `_Handler` and, for a batch, of `_Driver`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
@@ -1651,17 +1651,6 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
     return ()
 
 
-def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
-    """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    with contextlib.suppress(TypeError, ValueError):
-        taken_by_outs = inspect.signature(outs).parameters.values()
-        has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
-        if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            names = parameters[: len(taken_by_outs)]
-            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, taken_by_outs)])
-    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-
-
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
     for cls in type(kernel).__mro__:
@@ -1769,16 +1758,6 @@ def _not_pickled(title: str) -> pickle.PicklingError:
     return pickle.PicklingError(f"{title} is pickled by name: keep it in a variable of a module to import")
 
 
-def _value_of(variable: str) -> Any:
-    try:
-        return pkgutil.resolve_name(variable)
-    except (ImportError, AttributeError) as error:
-        raise pickle.UnpicklingError(
-            f"there is no {variable} here: what is pickled by name travels by a variable of a module that both "
-            "processes import, which is not __main__"
-        ) from error
-
-
 def _loaded(data: bytes) -> Any:
     make, *args = pickle.loads(data)
     return make(*args)
@@ -1806,7 +1785,6 @@ class _Wrapper(_NotCopied):
         self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
         self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
-        self.__signature__ = _input_signature(self.parameters, options.outs)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
             raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
@@ -1819,6 +1797,7 @@ class _Wrapper(_NotCopied):
 
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
+        self.__signature__ = inspect.signature(call)  # for jax.custom_vjp; that of `__wrapped__` has outputs, too
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
@@ -1826,7 +1805,7 @@ class _Wrapper(_NotCopied):
     def __reduce__(self) -> tuple:
         """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
         variable = _variable_of(self, {self.__module__} - {"__main__"})
-        return (_value_of, (variable,)) if variable else (_loaded, (self._dumps(),))
+        return (pkgutil.resolve_name, (variable,)) if variable else (_loaded, (self._dumps(),))
 
     def _dumps(self) -> bytes:
         """The kernel with its code, and the options, as plain `pickle` can read them."""
@@ -5185,8 +5164,8 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # `primal` of tracers (`_without_numpy`).
 #
 # What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
-# rules and the primitive can be called by hand, also without outs (`_OpPrimitive.op_params`, `_op_jvp`); and that rules
-# may return an undefined operand for zero (`_from_rule`).
+# the primitive and its transpose rule can be called by hand, the latter without outs (`_OpPrimitive.op_params`); and
+# that rules may return an undefined operand for zero (`_from_rule`).
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -5264,9 +5243,9 @@ class XLACustomKernel(_NotCopied):
         if not is_traced:
             return call.jitted(*ins)
         call.check(ins)
-        return call.bind(*ins)
+        return call.trace(*ins)
 
-    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
+    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpParams:
         if outs is None:
             raise TypeError(f"{self.title}: outs is missing: give the results' specs, such as outs=lambda x: x")
         for name, value in params.items():
@@ -5278,7 +5257,7 @@ class XLACustomKernel(_NotCopied):
                     f"of type {type(value).__name__}: pass a number or a tuple (of a function under jax.jit, one of "
                     "its static_argnames), or pass an array as an operand"
                 ) from None
-        call = _OpCall(self.primitive.op_params(outs, backend, **params))
+        call = self.primitive.op_params(outs, backend, **params)
         with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
             return self._calls.keep(key, call) if key else call
         return call
@@ -5290,7 +5269,7 @@ class XLACustomKernel(_NotCopied):
         variable = _variable_of(self, sorted(sys.modules, key=lambda x: x.endswith("main__")))  # another one elsewhere
         if not variable:
             raise _not_pickled(self.title)
-        return _value_of, (variable,)
+        return pkgutil.resolve_name, (variable,)
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -5568,53 +5547,15 @@ def _outs_key(outs: Any) -> tuple:
     return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
 
 
-class _OpCall:
-    """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
-
-    def __init__(self, declared: _OpParams) -> None:
-        self.op = declared.op
-        self.declared = declared
-        self.checked = _BoundedCache()
-        self.jitted = jax.jit(self.bind)
-
-    def bind(self, *ins: Any) -> Any:
-        """The op on tracers (or, under disable_jit, on arrays)."""
-        self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
-        op_params = self.op_params(ins)
-        rule = self.op._rules.get("vjp")
-        results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
-        return op_params.tree.unflatten(results)
-
-    def op_params(self, ins: Sequence) -> _OpParams:
-        # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.declared.outs, f"{self.op.title}: outs", _input_specs(ins))
-        return dataclasses.replace(self.declared, outs=tuple(outs))
-
-    def check(self, ins: Sequence) -> None:
-        """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
-        entry = self.op._choices(_default_platform()).get(self.declared.backend)
-        key = (entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
-        if entry is None or self.checked.get(key):
-            return  # without a kernel, the lowering raises
-        try:
-            self.op_params(ins).traced(entry, ins)
-        except Exception:
-            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
-                raise
-        self.checked.keep(key, True)
-
-
 def _tagged(value: Any) -> Any:
     """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0."""
     kind = type(value)
     if kind is dict:  # the parameters of a call
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
     if isinstance(value, (tuple, frozenset)):
-        return kind, (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
-    if isinstance(value, (float, complex, np.inexact)):  # also NaN, which is not equal to itself
-        bits = float.hex(value) if isinstance(value, float) else np.asarray(value).tobytes()
-        is_plain = kind in (float, complex) or isinstance(value, np.inexact)
-        return (kind, bits) if is_plain else (kind, bits, value)
+        return kind, *map(_tagged, value)
+    if kind in (float, complex) or isinstance(value, np.inexact):  # also NaN, which is not equal to itself
+        return kind, np.asarray(value).tobytes()
     return kind, value
 
 
@@ -5673,21 +5614,11 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     return _outputs(what, results, op_params.outs, op_params.tree)
 
 
-# What arrays depend on that a generator may make.
-_OPTIONS_OF_ARRAYS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_default_prng_impl",
-)
-
-
 def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator returns for these parameters and outs, which it is asked for once under a configuration."""
+    """What the generator returns for these parameters and outs, which it is asked for once."""
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    configuration = tuple([getattr(jax.config, option, None) for option in _OPTIONS_OF_ARRAYS])  # of this thread
-    key = entry, op_params.outs, axes, mesh, op_params.key, configuration
+    key = entry, op_params.outs, axes, mesh, op_params.key, jax.config.jax_enable_x64
     functions = op_params.op._functions
     known = functions.get(key)
     if known:
@@ -5773,7 +5704,7 @@ class _OpPrimitive(Primitive):
 
 @dataclasses.dataclass(frozen=True)
 class _OpParams:
-    """What the primitive of an op was bound with, or will be."""
+    """A call of an op, or what its primitive is bound with then: the same, with the dtypes that JAX allows."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
     outs: tuple  # of one slice
@@ -5793,6 +5724,41 @@ class _OpParams:
     def rule_params(self) -> dict[str, Any]:
         """What a user's rules get, which are for one slice."""
         return {**self.params, "outs": self.outs, "backend": self.backend}
+
+    @functools.cached_property
+    def jitted(self) -> Callable:
+        """For calls on arrays."""
+        return jax.jit(self.trace)
+
+    @functools.cached_property
+    def checked(self) -> _BoundedCache:
+        return _BoundedCache()
+
+    def trace(self, *ins: Any) -> Any:
+        """A call on tracers (or, under disable_jit, on arrays)."""
+        self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
+        op_params = self.allowed(ins)
+        rule = self.op._rules.get("vjp")
+        results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
+        return self.tree.unflatten(results)
+
+    def allowed(self, ins: Sequence) -> _OpParams:
+        """With the dtypes that JAX allows now: jax_enable_x64 can change between two calls."""
+        outs, _ = _flat_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
+        return dataclasses.replace(self, outs=tuple(outs))
+
+    def check(self, ins: Sequence) -> None:
+        """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
+        entry = self.op._choices(_default_platform()).get(self.backend)
+        key = (entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
+        if entry is None or key in self.checked:
+            return  # without a kernel, the lowering raises
+        try:
+            self.allowed(ins).traced(entry, ins)
+        except Exception:
+            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
+                raise
+        self.checked.keep(key, True)
 
     def bind(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _op_params=self)
@@ -5829,19 +5795,15 @@ class _OpParams:
 def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any:
     """The jaxpr of a function, for the op's lowering: traced values and axes of `vmap` of the program are gone then."""
     closed = jax.make_jaxpr(function)(*ins)
-    what = f"{op.title}: a kernel, or a batching rule,"
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(f"{what} closes over a traced value: pass it as an operand")
+        raise TypeError(f"{op.title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand")
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     for effect in closed.effects:
-        kind = type(effect).__name__
-        axis = getattr(effect, "name", None)
-        if kind == "NamedAxisEffect" and axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        # JAX has no tokens for ordered effects when an op is lowered.  That of a collective has the `name` of an axis.
+        if "Ordered" in type(effect).__name__ or getattr(effect, "name", None) not in (None, *manual_axes):
             raise NotImplementedError(
-                f"{what} names the axis {axis!r} of a vmap, and only jax.shard_map and jax.pmap name axes for ops: "
-                "use the collective outside of it"
+                f"{op.title} has no ordered effects, and no axes of a vmap, here {effect}: call its kernel itself"
             )
-        if "Ordered" in kind:  # JAX has no token for it when an op is lowered
-            raise NotImplementedError(f"{op.title} has no ordered effects, here {kind}: call its kernel itself")
     return closed
 
 
@@ -5866,9 +5828,8 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
 # what runs a slice, or is a rule (10.6).
 #
-# An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
-# But that of an op with derivative rules runs at lowering: what it runs may have no derivatives, or others than the
-# op (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
+# An op's own batching rule runs at lowering, too: what it runs may have no derivatives, or others than the op
+# (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
 # `general_batching_rule`, or lowering would never end.
 
 
@@ -5889,24 +5850,19 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       >>> print(out.shape, axis)
       (5,) 0
     """
+    is_batched = any(axis is not None for axis in axes)
     primitive = getattr(prim, "primitive", prim)
-    is_op = isinstance(primitive, _OpPrimitive)
-    function = functools.partial(primitive.op if is_op else getattr(prim, "bind", prim), **params)
-    if all(axis is None for axis in axes):
-        out = function(*args)
-        return out, jax.tree.map(lambda _: None, out)
-    if is_op:
-        if "outs" not in params:
-            raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's")
-        if callable(params["outs"]):
-            slices = map(_without_axis, args, axes)
-            params["outs"] = _call_with_specs(params["outs"], "general_batching_rule: outs", *slices)
+    if isinstance(primitive, _OpPrimitive):
+        if "outs" not in params or callable(params["outs"]):
+            raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's specs")
         op_params = primitive.op_params(**params)
-        out = op_params.tree.unflatten(op_params.bind_batch(args, axes))
+        results = op_params.bind_batch(args, axes) if is_batched else op_params.bind(*args)
+        out = op_params.tree.unflatten(results)
     else:
+        function = functools.partial(getattr(prim, "bind", prim), **params)
         in_axes, batch = _with_axes_in_front(args, axes)
-        out = _sequential(function, in_axes)(*batch)
-    return out, jax.tree.map(lambda _: 0, out)
+        out = _sequential(function, in_axes)(*batch) if is_batched else function(*args)
+    return out, jax.tree.map(lambda _: 0 if is_batched else None, out)
 
 
 def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
@@ -5915,9 +5871,6 @@ def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
         op_params = dataclasses.replace(op_params, batching_rule=rule)
         in_axes, batch = _with_axes_in_front(args, axes)
         run_rule = functools.partial(_run_batching_rule, op_params, in_axes)
-        if op_params.op._rules.keys().isdisjoint({"jvp", "transpose"}):
-            results = run_rule(*batch)
-            return results, [0] * len(results)
         _trace_closed(op_params.op, run_rule, batch)  # for its errors, here, where the user's call is on the stack
     results = op_params.bind_batch(args, axes)
     return results, [0] * len(results)
@@ -5941,21 +5894,15 @@ def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
     return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
-def _without_axis(x: Any, axis: int | None) -> Spec:
-    """The spec of a slice."""
-    sizes = list(np.shape(x))
-    if axis is not None:
-        del sizes[axis]
-    return Spec(sizes, jax.typeof(x).dtype)
-
-
 def _sequential(function: Callable, in_axes: tuple) -> Callable:
     """`jax.vmap(function, in_axes)`, but one slice at a time."""
 
     def mapped(*ins: Any) -> Any:
-        batch = [None if axis is None else x for x, axis in zip(ins, in_axes)]
-        shared = [x if axis is None else None for x, axis in zip(ins, in_axes)]
-        return jax.lax.map(lambda slices: function(*[y if x is None else x for x, y in zip(slices, shared)]), batch)
+        def of_slice(slices: list) -> Any:
+            remaining = iter(slices)
+            return function(*[x if axis is None else next(remaining) for x, axis in zip(ins, in_axes)])
+
+        return jax.lax.map(of_slice, [x for x, axis in zip(ins, in_axes) if axis is not None])
 
     return mapped
 
@@ -6034,8 +5981,7 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
             tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, op_params.rule_params)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
-            leaves = jax.tree.leaves(outputs)
-            outputs = _as_declared(what, leaves, "outs declares", op_params.outs or leaves)
+            outputs = _as_declared(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
         return outputs, _from_rule(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
     vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]
@@ -6063,27 +6009,24 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     for i, ct in enumerate(results):
         if ct is not None:
             shared = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
-            if shared:
-                ct = jax.lax.reduce_sum(ct, shared)  # summed over the slices that share the operand
-            results[i] = _sharded_like(ct, operands[i].aval)
+            total = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
+            results[i] = _sharded_like(total, operands[i].aval)
     return results
 
 
 def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
     """A user's rule of groups of values, such as (primals, tangents), under vmaps: `in_axes` for each of the groups."""
-    slices = []
-    for g, values in enumerate(groups):
-        depths = [sum(in_axes[g][i] == 0 for in_axes in vmaps) for i in range(len(values))]
-        slices.append(tuple(map(_symbolic_slice, values, depths)))
+    slices = list(map(tuple, groups))
+    for in_axes in vmaps:
+        slices = [tuple(map(_symbolic_slice, values, axes)) for values, axes in zip(slices, in_axes)]
     return functools.reduce(jax.vmap, reversed(vmaps), of_slice)(*slices)
 
 
-def _symbolic_slice(x: Any, depth: int) -> Any:
-    """A symbolic value with the shape of one slice, without `depth` batch dimensions; anything else as it is."""
-    if not depth or type(x) not in _SYMBOLIC:
+def _symbolic_slice(x: Any, axis: int | None) -> Any:
+    """A symbolic value with the shape of a slice of its first dimension; anything else as it is."""
+    if axis is None or type(x) not in _SYMBOLIC:
         return x
-    aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
-    return type(x)(aval)
+    return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
 def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
