@@ -1503,7 +1503,7 @@ ERRORS = [
     ("op", TypeError, "grid can be given with a ready kernel only",
      lambda: op_adding(a=1).def_numba_kernel(add_to(1), grid=3)),
     ("op", TypeError, "an op has no side effects", call_with_side_effects),
-    ("op", TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda: xk.defjvp(3)),
+    ("op", TypeError, "expected an XLACustomKernel, got 3", lambda: xk.defjvp(3)),
     ("op", TypeError, "'wrong' is not a callable object",
      lambda: op_adding(a=1).def_jvp_rule2(None, "wrong")),
     ("op", TypeError, "'wrong' is not a callable object",
@@ -5276,7 +5276,6 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
     ),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
     "vjp: no residuals": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "return (results, residuals)"),
-    "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
     "batch: no axis": (
         "def_batching_rule",
         [lambda args, axes: (args[:1], [None])],
@@ -5300,7 +5299,7 @@ def test_op_rule_errors(case):
     op = product_op()
     getattr(op, method)(*args)
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-        jax.make_jaxpr(jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1)))(ROWS, ROWS)
+        jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1))(ROWS, ROWS)
 
 
 def test_op_newest_rules_reach_warm_functions():
@@ -5316,14 +5315,12 @@ def test_op_newest_rules_reach_warm_functions():
         assert of_batch(jnp.ones(1)) == value
 
 
-def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
+def test_general_batching_takes_a_primitive_of_someone_else():
     square_p = Primitive("square")
     square_p.def_impl(jnp.square)
     square_p.def_abstract_eval(like_first)
     mlir.register_lowering(square_p, mlir.lower_fun(jnp.square, multiple_results=False))
     batching.primitive_batchers[square_p] = partial(xk.general_batching_rule, square_p)
-    xk.defjvp(square_p, lambda t, x: 2 * x * t)
-    check_close(jax.jvp(square_p.bind, (VECTOR,), (WEIGHTS,)), (VECTOR**2, 2 * VECTOR * WEIGHTS))
     check_close(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
 
 

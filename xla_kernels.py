@@ -1419,9 +1419,9 @@ def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     taken: set[str] = set()
     chosen = []
     for entries in candidates:
-        named = {entry: entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry}
-        chosen.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
-        taken.update(named.get(chosen[-1], ()))
+        free = [entry for entry in entries if entry and taken.isdisjoint(jax.tree.leaves(entry))]  # a name, or several
+        chosen.append(free[0] if free else None)
+        taken.update(jax.tree.leaves(chosen[-1]))
     return chosen
 
 
@@ -1511,10 +1511,9 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
 def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
-    has_slices = [dim is not None for dim in dims]
+    sizes = [1 if dim is None else size for dim in dims]
     for i, _ in call.aliases:
-        has_slices[i] = True  # each slice of the output starts with one of the input
-    sizes = [size if has_slice else 1 for has_slice in has_slices]
+        sizes[i] = size  # each slice of the output starts with one of the input
     ins = map(_batch_in_front, args, dims, sizes)
     batched = dataclasses.replace(call, batch=(size, *call.batch))
     return batched.bind([*ins]), [0] * call.n_results
@@ -1876,19 +1875,20 @@ class _Wrapper(_NotCopied):
 
     def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
-        given = [*self.options.input_output_aliases.items(), *((name, j) for j, name in enumerate(self.in_outs))]
-        pairs = {(self._input_number(key, len(ins)), j) for key, j in given}
-        aliases = dict(pairs)
-        is_one_to_one = len(pairs) == len(aliases) == len(set(aliases.values()))
-        starts = {i: _show(spec) for i, spec in enumerate(ins)}
-        results = {j: _show(spec) for j, spec in enumerate(outs)}
-        if not is_one_to_one or any(i not in starts or starts[i] != results.get(j) for i, j in pairs):
-            raise ValueError(
-                f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
-                f"{self.in_outs}: an input can start one output, an output can start from one input, of equal shape "
-                f"and dtype; in-out arguments start the first of outs, in order; inputs: {starts}; outputs: {results}"
-            )
-        return dict(sorted(pairs))
+        inputs = dict(enumerate(map(_show, ins)))
+        outputs = dict(enumerate(map(_show, outs)))
+        aliases: dict[int, int] = {}
+        for key, j in [*self.options.input_output_aliases.items(), *zip(self.in_outs, itertools.count())]:
+            i = self._input_number(key, len(ins))
+            if i in aliases or j in aliases.values() or i not in inputs or inputs[i] != outputs.get(j):
+                raise ValueError(
+                    f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
+                    f"{self.in_outs}: an input can start one output, an output can start from one input, of equal "
+                    "shape and dtype; in-out arguments start the first of outs, in order; "
+                    f"inputs: {inputs}; outputs: {outputs}"
+                )
+            aliases[i] = j
+        return dict(sorted(aliases.items()))
 
     def _input_number(self, key: int | str, n_in: int) -> int:
         """The number of an input that an alias names."""
@@ -5227,16 +5227,13 @@ class XLACustomKernel(_NotCopied):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
         is_traced = False
-        for x in ins:
-            if type(x) not in _INPUT_TYPES:
-                ins, is_traced = _as_inputs(ins, self.title)
-                break
+        if not _INPUT_TYPES.issuperset(map(type, ins)):
+            ins, is_traced = _as_inputs(ins, self.title)
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
-        key = None
+        key = _outs_key(outs), backend, _tagged(params) if params else ()
         try:
-            key = _outs_key(outs), backend, _tagged(params) if params else ()
             call = self._calls[key]
         except (KeyError, TypeError):
             call = self._new_call(outs, backend, params, key)
@@ -5246,8 +5243,6 @@ class XLACustomKernel(_NotCopied):
         return call.trace(*ins)
 
     def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpParams:
-        if outs is None:
-            raise TypeError(f"{self.title}: outs is missing: give the results' specs, such as outs=lambda x: x")
         for name, value in params.items():
             try:
                 hash(value)
@@ -5259,7 +5254,7 @@ class XLACustomKernel(_NotCopied):
                 ) from None
         call = self.primitive.op_params(outs, backend, **params)
         with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
-            return self._calls.keep(key, call) if key else call
+            return self._calls.keep(key, call)
         return call
 
     def __repr__(self) -> str:
@@ -5408,7 +5403,8 @@ class XLACustomKernel(_NotCopied):
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
-        self._set_rule("jvp", _rules_by_operand(f"{self.title}: def_jvp_rule2", jvp_rules))
+        what = f"{self.title}: def_jvp_rule2: the rule of operand"
+        self._set_rule("jvp", [rule and _tolerant(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)])
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose of an op that is linear in some operands; usable as a decorator.
@@ -5486,7 +5482,6 @@ class XLACustomKernel(_NotCopied):
         for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
-            row = _BenchmarkRow(name)
             try:
                 first = timer.timeit(1)
                 times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
@@ -5494,10 +5489,9 @@ class XLACustomKernel(_NotCopied):
                 reference = results if reference is None else reference
                 differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
                 difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
-                row = _BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference)
+                rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference))
             except Exception as error:
-                row = row._replace(error=f"{type(error).__name__}: {error}".partition("\n")[0])
-            rows.append(row)
+                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
         return _OpBenchmark(rows)
 
 
@@ -5869,9 +5863,6 @@ def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = op_params.op._rules.get("batching")
     if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
         op_params = dataclasses.replace(op_params, batching_rule=rule)
-        in_axes, batch = _with_axes_in_front(args, axes)
-        run_rule = functools.partial(_run_batching_rule, op_params, in_axes)
-        _trace_closed(op_params.op, run_rule, batch)  # for its errors, here, where the user's call is on the stack
     results = op_params.bind_batch(args, axes)
     return results, [0] * len(results)
 
@@ -5914,10 +5905,10 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
-    """Define the derivative of an op or primitive by one rule per operand.
+    """Define the derivative of an op by one rule per operand.
 
     Args:
-      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
+      primitive: an :class:`XLACustomKernel`, or its `primitive`.
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
         operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
@@ -5930,43 +5921,29 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
       >>> print(jax.grad(lambda x: op(x, 3.0, outs=lambda x, y: x))(2.0))
       3.0
     """
-    primitive = getattr(primitive, "primitive", primitive)
-    if not isinstance(primitive, Primitive):
-        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    if isinstance(primitive, _OpPrimitive):
-        primitive.op.def_jvp_rule2(*jvp_rules)
-    else:
-        rules = _rules_by_operand(f"defjvp of {primitive.name!r}", jvp_rules)
-        ad.primitive_jvps[primitive] = functools.partial(_jvp_by_operand, primitive, rules)
+    op = getattr(primitive, "op", primitive)
+    if not isinstance(op, XLACustomKernel):
+        raise TypeError(f"defjvp: expected an XLACustomKernel, got {op!r}: for a primitive, jax.interpreters.ad.defjvp")
+    op.def_jvp_rule2(*jvp_rules)
 
 
-def _rules_by_operand(what: str, rules: Sequence) -> list:
-    return [rule and _tolerant(rule, f"{what}: the rule of operand {i}") for i, rule in enumerate(rules)]
-
-
-def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """The jvp rule of a primitive that is no op."""
-    results = primitive.bind(*primals, **params)
-    outputs = results if primitive.multiple_results else [results]
-    tangents_out = _add_tangents(primitive, rules, primals, tangents, outputs, params)
-    return results, tangents_out if primitive.multiple_results else tangents_out[0]
-
-
-def _add_tangents(op: Any, rules: Sequence, primals: Any, tangents: Any, outputs: Any, params: dict) -> list:
-    """The tangents of the outputs: what each operand's rule gives, added up."""
+def _jvp_by_operand(rules: Sequence, op_params: _OpParams, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    """The outputs, and their tangents: what each operand's rule gives, added up."""
+    name = op_params.op.name
     if len(rules) != len(primals):
-        raise ValueError(f"{op.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
+        raise ValueError(f"{name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
+    outputs = op_params.bind(*primals)
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        returned = rule(tangent, *primals, **params)
-        what = f"the jvp rule of {op.name!r} for operand {i}"
+        returned = rule(tangent, *primals, **op_params.rule_params)
+        what = f"the jvp rule of {name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
-    return totals
+    return outputs, totals
 
 
 def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
@@ -5977,8 +5954,7 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = one_slice.bind(*primals)
-            tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, op_params.rule_params)
+            outputs, tangents_out = _jvp_by_operand(rule, one_slice, primals, tangents)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
             outputs = _as_declared(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
@@ -6050,8 +6026,6 @@ def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Call
 
 def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list:
     """What a rule returned, as arrays of these types: None for zeros, and where a type is None or has no derivative."""
-    if isinstance(returned, dict):
-        raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC) else x for x in returned]
@@ -6129,13 +6103,13 @@ _BACKENDS = {
         check=_check_numba,
     ),
     "warp": _Backend(
-        platforms={"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
+        platforms={"cpu": _WARP_INSTALL, "gpu": 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang numba'},
         ready=("warp.Kernel",),
         wrap=warp_kernel,
         check=_check_warp,
     ),
     "numba_cuda": _Backend(
-        platforms={"gpu": _CUDA_INSTALL},
+        platforms={"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
         ready=(
             *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
             *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
@@ -6159,8 +6133,7 @@ def _self_check() -> int:
                 cost = _cost_per_call(backend.check(), _local_devices(platform)[0])
                 result = f"works, {cost:.2f} µs per call under jit"
             except ImportError as error:
-                needs = "an NVIDIA GPU, " if platform == "gpu" else ""
-                result = f"not available: {error}\n{'':17}to get it: {needs}{install}"
+                result = f"not available: {error}\n{'':17}to get it: {install}"
             except Exception as error:
                 status = 1
                 result = f"FAILED: {type(error).__name__}: {error}"
