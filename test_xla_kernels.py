@@ -1471,7 +1471,8 @@ ERRORS = [
     ("op", ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
      lambda: call_broken()),
     ("op", ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", lambda: call_broken(backend="")),
-    ("op", KeyError, "raised this; 'cpu' has shape, raising", lambda: call_broken(backend="raising")),
+    ("op", KeyError, "raised this; backend= chooses another of <XLACustomKernel .*: cpu: shape, raising",
+     lambda: call_broken(backend="raising")),
     ("op", TypeError, "got None", lambda: call_broken(backend="nothing")),
     ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
      lambda: call_broken(backend="undecorated")),
@@ -1491,7 +1492,6 @@ ERRORS = [
      lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
     ("op", TypeError, "outs of XLACustomKernel 'op' is missing: give one slice's",
      lambda: xk.general_batching_rule(op_adding(a=1), (VECTOR,), (0,))),
-    ("op", ValueError, "no call function", lambda: op_adding(a=1).call(1)),
     ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
      lambda: xk.XLACustomKernel("empty")(VECTOR, outs=like_first)),
     ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
@@ -5023,6 +5023,7 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert repr(op) == "<XLACustomKernel 'op': cpu: a, b>" and xk.XLACustomKernel("op", doc="Adds.").__doc__ == "Adds."
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
+    assert op.call(VECTOR[0], outs=spec()) == 2
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba") and op.def_benchmark_data(add_to) is add_to
     assert op.def_tags("sparse", "event") is None
@@ -5282,13 +5283,12 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
         "(float32[3,3,8]), but outs, with the batch in front",
     ),
     "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "axis 2 is out of bounds"),
-    "batch: too few axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "two sequences of one length"),
+    "batch: too few axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "zip() argument 2 is shorter"),
     "batch: too many axes": (
         "def_batching_rule",
         [lambda args, axes: (args[:1], [0, 0])],
-        "two sequences of one length",
+        "zip() argument 2 is longer",
     ),
-    "batch: no sequences": ("def_batching_rule", [lambda args, axes: (args[0], 0)], "two sequences"),
 }
 
 
@@ -5325,13 +5325,13 @@ def test_general_batching_takes_a_primitive_of_someone_else():
 
 
 @pytest.mark.parametrize("outs", [[spec(8)], {"sum": spec(8)}])
-def test_op_general_batching_of_a_batch_or_of_none(outs):
+def test_op_general_batching(outs):
     op = op_with(lambda: lambda x: {"sum": x + 1} if isinstance(outs, dict) else x + 1)
     structure = jax.tree.structure(outs)
-    for primitive, (x, axis) in itertools.product((op, op.primitive), ((VECTOR, None), (ROWS, 0))):
-        result, axes = xk.general_batching_rule(primitive, (x,), (axis,), outs=outs)
-        check_close(result, structure.unflatten([x + 1]))
-        assert axes == structure.unflatten([axis])
+    for primitive in (op, op.primitive):
+        result, axes = xk.general_batching_rule(primitive, (ROWS,), (0,), outs=outs)
+        check_close(result, structure.unflatten([ROWS + 1]))
+        assert axes == structure.unflatten([0])
 
 
 def spike_op(batching_rule=None):
@@ -5367,9 +5367,9 @@ def test_op_with_a_batching_rule_keeps_its_derivatives(batch):
 
 
 def test_op_batching_rule_runs_until_the_general_one_is_registered_again():
-    """Its axes may count from the end."""
+    """Its axes may count from the end, and one result needs no list."""
     op = op_adding(a=1)
-    op.def_batching_rule(lambda args, axes: ([args[0].T + 2], [-1]))
+    op.def_batching_rule(lambda args, axes: (args[0].T + 2, -1))
     for added in (2, 1):
         check_close(jax.vmap(call_op(op))(ROWS), ROWS + added)
         op.register_general_batching()

@@ -1450,8 +1450,10 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
         return _lower_to_starts(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
     is_known = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # as Shardy's rules want
-    can_split = outs and n_devices > 1 and is_known
-    n_split = len([*itertools.takewhile(lambda size: size % n_devices == 0, call.batch)]) if can_split else 0
+    n_split = 0
+    if outs and n_devices > 1 and is_known:
+        while n_split < len(call.batch) and call.batch[n_split] % n_devices == 0:
+            n_split += 1
     if n_split:
         results = _lower_to_split_call(ctx, operands, call, outs, n_split)
     else:
@@ -5219,7 +5221,7 @@ class XLACustomKernel(_NotCopied):
         self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
         self._calls = _BoundedCache()  # by their outs, backend and static parameters
         self._functions = _BoundedCache()  # what generators returned
-        self._call_fn: Callable | None = None
+        self._call_fn: Callable = self
         self._benchmark_data_fn: Callable | None = None
         self._tags: set[str] = set()
         self.__doc__ = doc or self.__doc__
@@ -5454,9 +5456,7 @@ class XLACustomKernel(_NotCopied):
         return fn
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function attached by :meth:`def_call`."""
-        if self._call_fn is None:
-            raise ValueError(f"{self.title} has no call function; attach one with def_call(fn)")
+        """Call the function attached by :meth:`def_call`, or the op."""
         return self._call_fn(*args, **kwargs)
 
     def def_tags(self, *tags: str) -> None:
@@ -5602,8 +5602,7 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     try:
         results = _function_of_arrays(op_params, entry, ins)(*ins)
     except Exception as error:
-        backends = ", ".join(op_params.op.available_backends(entry.platform))
-        error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
+        error.add_note(f"{what} raised this; backend= chooses another of {op_params.op!r}")
         raise
     return _outputs(what, results, op_params.outs, op_params.tree)
 
@@ -5834,29 +5833,27 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       prim: an :class:`XLACustomKernel` or its `primitive`, which is bound once, with the batch recorded, and leaves the
         work to its backend's own `vmap`; or any primitive or function of arrays, for a `jax.lax.map` over the slices.
       args, params: its operands, and its parameters by keyword: for an op `outs`, those of one slice, too.
-      axes: the batched axis of each operand, or None.
+      axes: the batched axis of each operand, or None; one of them at least is batched.
 
     Returns:
-      The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
+      The outputs and, in the same structure, their batched axes, which are 0.
 
     Example:
       >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
       >>> print(out.shape, axis)
       (5,) 0
     """
-    is_batched = any(axis is not None for axis in axes)
     primitive = getattr(prim, "primitive", prim)
     if isinstance(primitive, _OpPrimitive):
         if "outs" not in params or callable(params["outs"]):
             raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's specs")
         op_params = primitive.op_params(**params)
-        results = op_params.bind_batch(args, axes) if is_batched else op_params.bind(*args)
-        out = op_params.tree.unflatten(results)
+        out = op_params.tree.unflatten(op_params.bind_batch(args, axes))
     else:
         function = functools.partial(getattr(prim, "bind", prim), **params)
         in_axes, batch = _with_axes_in_front(args, axes)
-        out = _sequential(function, in_axes)(*batch) if is_batched else function(*args)
-    return out, jax.tree.map(lambda _: 0 if is_batched else None, out)
+        out = _sequential(function, in_axes)(*batch)
+    return out, jax.tree.map(lambda _: 0, out)
 
 
 def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
@@ -5871,10 +5868,10 @@ def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
     """The results of the user's rule for one vmap, whose axis is in front."""
     what = f"the batching rule of {op_params.op.name!r}"
     results, axes = op_params.batching_rule(batch, in_axes, **op_params.rule_params)
-    if not isinstance(results, (list, tuple)) or not isinstance(axes, (list, tuple)) or len(results) != len(axes):
-        raise TypeError(f"{what} must return (results, their axes), two sequences of one length; got {results}, {axes}")
+    if not isinstance(results, (list, tuple)):
+        results, axes = [results], [axes]
     size = batch[in_axes.index(0)].shape[0]
-    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
+    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes, strict=True)]
     expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
     return _as_declared(what, in_front, "outs, with the batch in front, are", expected)
 
@@ -6128,10 +6125,10 @@ def _self_check() -> int:
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
             try:
-                if not _local_devices(platform):
+                devices = _local_devices(platform)
+                if not devices:
                     raise ImportError(f"JAX finds no {platform}")
-                cost = _cost_per_call(backend.check(), _local_devices(platform)[0])
-                result = f"works, {cost:.2f} µs per call under jit"
+                result = f"works, {_cost_per_call(backend.check(), devices[0]):.2f} µs per call under jit"
             except ImportError as error:
                 result = f"not available: {error}\n{'':17}to get it: {install}"
             except Exception as error:
