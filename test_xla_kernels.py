@@ -1212,17 +1212,6 @@ def call_scale(x, outs=like_first, **params):
     return scale_op()(x, outs=outs, **{"n": 2.0, **params})
 
 
-def pickled_in_main(x):
-    """What another process reads, whose `__main__` is another one."""
-    main = sys.modules["__main__"]
-    main.op_of_main = x
-    try:
-        data = pickle.dumps(x)
-    finally:
-        del main.op_of_main
-    return pickle.loads(data)
-
-
 def with_x64(kernel, x, outs=like_first):
     with x64():
         return wrap(kernel, outs)(x)
@@ -1484,8 +1473,6 @@ ERRORS = [
      lambda: call_scale(F32, outs=lambda x: x.T)),
     ("op", TypeError, "'scale': the generator (.*) takes (n), .*; give it one .* for each, or call op(..., n=...)",
      lambda: scale_op()(F32, outs=FLOATS)),
-    ("op", AttributeError, "'__main__' has no attribute 'op_of_main'",
-     lambda: pickled_in_main(xk.XLACustomKernel("scale"))),
     ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
     ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
     ("op", TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",

@@ -1736,27 +1736,28 @@ class _BoundedCache(dict):
         return self.setdefault(key, value)
 
 
-class _NotCopied:
-    """A copy is the object itself."""
+class _Shared:
+    """What is itself in copies, and in pickles its variable of a module that other processes import, too."""
+
+    title: str  # for errors
 
     def __deepcopy__(self, memo: dict | None = None) -> Any:
         return self
 
     __copy__ = __deepcopy__
 
+    def __reduce__(self) -> tuple:
+        for name, module in list(sys.modules.items()):
+            if name.endswith("main__"):  # is another module elsewhere
+                continue
+            for variable, value in list(getattr(module, "__dict__", {}).items()):
+                if value is self and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
+                    return pkgutil.resolve_name, (f"{name}:{variable}",)
+        return _loaded, (self._dumps(),)
 
-def _variable_of(x: Any, modules: Iterable[str]) -> str:
-    """`module:variable` for the first variable of these modules that holds an object; else an empty text."""
-    for name in modules:
-        namespace = getattr(sys.modules.get(name), "__dict__", {})
-        for variable, value in list(namespace.items()):
-            if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
-                return f"{name}:{variable}"
-    return ""
-
-
-def _not_pickled(title: str) -> pickle.PicklingError:
-    return pickle.PicklingError(f"{title} is pickled by name: keep it in a variable of a module to import")
+    def _dumps(self) -> bytes:
+        """What has no such variable, by value."""
+        raise pickle.PicklingError(f"{self.title} is pickled by name: keep it in a variable of a module to import")
 
 
 def _loaded(data: bytes) -> Any:
@@ -1767,7 +1768,7 @@ def _loaded(data: bytes) -> Any:
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
-class _Wrapper(_NotCopied):
+class _Wrapper(_Shared):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
@@ -1802,11 +1803,6 @@ class _Wrapper(_NotCopied):
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
-
-    def __reduce__(self) -> tuple:
-        """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
-        variable = _variable_of(self, {self.__module__} - {"__main__"})
-        return (pkgutil.resolve_name, (variable,)) if variable else (_loaded, (self._dumps(),))
 
     def _dumps(self) -> bytes:
         """The kernel with its code, and the options, as plain `pickle` can read them."""
@@ -4383,8 +4379,7 @@ class _WarpKernel(_Wrapper):
         wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
         return wrapper._call_inputs([*arguments.values()])
 
-    def _dumps(self) -> bytes:
-        raise _not_pickled(self.title)  # a pickle would have all of the kernel's module, which is then there twice
+    _dumps = _Shared._dumps  # a pickle would have all of the kernel's module, which is then there twice
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -5172,7 +5167,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
-class XLACustomKernel(_NotCopied):
+class XLACustomKernel(_Shared):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
@@ -5261,12 +5256,6 @@ class XLACustomKernel(_NotCopied):
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
-
-    def __reduce__(self) -> tuple:
-        variable = _variable_of(self, sorted(sys.modules, key=lambda x: x.endswith("main__")))  # another one elsewhere
-        if not variable:
-            raise _not_pickled(self.title)
-        return pkgutil.resolve_name, (variable,)
 
     # -- registration ----------------------------------------------------------------------------------
 
