@@ -1575,7 +1575,7 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
     batch = call.batch
     depth = len(batch)
     is_whole = _are_whole(ctx.avals_in, depth)
-    n_ones = max([0, *(len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole)])
+    n_ones = max(len(x.shape) for x in ctx.avals_in) - depth
     n_batch_dims = n_split + n_ones
     ones = (1,) * (n_ones + 1)  # one more, as XLA leaves operands of just `n_batch_dims` whole
     leading = (*batch[:n_split], *ones, *batch[n_split:])
@@ -1783,9 +1783,8 @@ class _Wrapper(_Shared):
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel) if parameters is None else parameters
+        functools.update_wrapper(self, _python(kernel), updated=())
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
-        self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
-        self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
@@ -1823,10 +1822,11 @@ class _Wrapper(_Shared):
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """What the first parameters get, by position and by name."""
         n = len(args) + len(named)
-        by_name = self.parameters[len(args) : n]
-        if len(self.parameters) < n or named.keys() != set(by_name):
+        names = self.parameters[:n]
+        bound = dict(zip(names, args), **named)
+        if len(bound) != n or bound.keys() != set(names):
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
-        return dict(zip(self.parameters, [*args, *map(named.get, by_name)]))
+        return {name: bound[name] for name in names}
 
     def _wrong_arity(self, problem: str) -> TypeError:
         takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
@@ -5215,6 +5215,7 @@ class XLACustomKernel(_Shared):
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each, or None
         self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
         self._calls = _BoundedCache()  # by their outs, backend and static parameters
+        self._checked = _BoundedCache()  # calls whose kernels were traced for their errors
         self._functions = _BoundedCache()  # what generators returned
         self._call_fn: Callable = self
         self._benchmark_data_fn: Callable | None = None
@@ -5524,7 +5525,7 @@ def _outs_key(outs: Any) -> tuple:
     kind = type(outs)
     if kind is list or kind is tuple:
         return kind, tuple([_outs_key(x) for x in outs])
-    if kind is Spec or (hasattr(outs, "shape") and hasattr(outs, "dtype")):
+    if kind is Spec or _is_spec(outs):
         return outs.shape, outs.dtype
     leaves, tree = _flatten(outs)
     return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
@@ -5637,8 +5638,8 @@ def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequenc
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_show, arrays))
     wanted = list(map(_show, expected))
-    fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
-    if len(shown) != len(wanted) or not all(fits):
+    misfits = [pair for pair in zip(shown, wanted) if pair[0] != pair[1] and "None" not in pair]
+    if len(shown) != len(wanted) or misfits:
         fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
         raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
     return arrays
@@ -5712,10 +5713,6 @@ class _OpParams:
         """For calls on arrays."""
         return jax.jit(self.trace)
 
-    @functools.cached_property
-    def checked(self) -> _BoundedCache:
-        return _BoundedCache()
-
     def trace(self, *ins: Any) -> Any:
         """A call on tracers (or, under disable_jit, on arrays)."""
         self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
@@ -5732,15 +5729,11 @@ class _OpParams:
     def check(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
         entry = self.op._choices(_default_platform()).get(self.backend)
-        key = (entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
-        if entry is None or key in self.checked:
-            return  # without a kernel, the lowering raises
-        try:
+        key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
+        # Without a kernel, or where the platform may be another one, the lowering raises.
+        if entry and key not in self.op._checked and jax.default_backend() == "cpu":
             self.allowed(ins).traced(entry, ins)
-        except Exception:
-            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
-                raise
-        self.checked.keep(key, True)
+            self.op._checked.keep(key, True)
 
     def bind(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _op_params=self)
@@ -5767,26 +5760,26 @@ class _OpParams:
             run_slice = functools.partial(_run_batching_rule, self, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
-            return _trace_closed(self.op, functools.reduce(jax.vmap, reversed(vmaps), run_slice), ins)
+            closed = jax.make_jaxpr(functools.reduce(jax.vmap, reversed(vmaps), run_slice))(*ins)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
                 raise
-            return _trace_closed(self.op, functools.reduce(_sequential, reversed(vmaps), run_slice), ins)
+            closed = jax.make_jaxpr(functools.reduce(_sequential, reversed(vmaps), run_slice))(*ins)
+        _check_closed(self.op.title, closed)
+        return closed
 
 
-def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any:
-    """The jaxpr of a function, for the op's lowering: traced values and axes of `vmap` of the program are gone then."""
-    closed = jax.make_jaxpr(function)(*ins)
+def _check_closed(title: str, closed: Any) -> None:
+    """Raise if a kernel's jaxpr needs traced values of the program, or axes of `vmap`: at lowering they are gone."""
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(f"{op.title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand")
+        raise TypeError(f"{title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand")
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     for effect in closed.effects:
         # JAX has no tokens for ordered effects when an op is lowered.  That of a collective has the `name` of an axis.
         if "Ordered" in type(effect).__name__ or getattr(effect, "name", None) not in (None, *manual_axes):
             raise NotImplementedError(
-                f"{op.title} has no ordered effects, and no axes of a vmap, here {effect}: call its kernel itself"
+                f"{title} has no ordered effects, and no axes of a vmap, here {effect}: call its kernel itself"
             )
-    return closed
 
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
