@@ -5225,8 +5225,10 @@ class XLACustomKernel(_Shared):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Apply the op; see the class for the arguments."""
         is_traced = False
-        if not _INPUT_TYPES.issuperset(map(type, ins)):
-            ins, is_traced = _as_inputs(ins, self.title)
+        for x in ins:
+            if type(x) not in _INPUT_TYPES:
+                ins, is_traced = _as_inputs(ins, self.title)
+                break
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
