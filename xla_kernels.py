@@ -5377,8 +5377,9 @@ class XLACustomKernel(_Shared):
     def def_batching_rule(self, fun: Callable) -> Callable:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
-        `axes` holds 0 for a batched operand, else None; `params` is as in :meth:`def_jvp_rule`. The rule runs when the
-        op is lowered: derivatives are by the op's rules, and it must not close over traced values.
+        `axes` holds 0 for a batched operand, else None; `params` is as in :meth:`def_jvp_rule`. Outputs and their axes
+        are lists, or one of each. The rule runs when the op is lowered: derivatives are by the op's rules, and it must
+        not close over traced values.
         """
         return self._define_rule("batching", fun)
 
