@@ -1195,17 +1195,6 @@ def call_scale(x, outs=like_first, **params):
     return scale_op()(x, outs=outs, **{"n": 2.0, **params})
 
 
-def pickled_in_main(x):
-    """What another process reads, whose `__main__` is another one."""
-    main = sys.modules["__main__"]
-    main.op_of_main = x
-    try:
-        data = pickle.dumps(x)
-    finally:
-        del main.op_of_main
-    return pickle.loads(data)
-
-
 def with_x64(kernel, x, outs=like_first):
     with x64():
         return wrap(kernel, outs)(x)
@@ -1453,7 +1442,8 @@ ERRORS = [
     ("op", ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
      lambda: call_broken()),
     ("op", ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", lambda: call_broken(backend="")),
-    ("op", KeyError, "raised this; 'cpu' has shape, raising", lambda: call_broken(backend="raising")),
+    ("op", KeyError, "raised this; backend= chooses another of <XLACustomKernel .*: cpu: shape, raising",
+     lambda: call_broken(backend="raising")),
     ("op", TypeError, "got None", lambda: call_broken(backend="nothing")),
     ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
      lambda: call_broken(backend="undecorated")),
@@ -1465,15 +1455,12 @@ ERRORS = [
      lambda: call_scale(F32, outs=lambda x: x.T)),
     ("op", TypeError, "'scale': the generator (.*) takes (n), .*; .* or pass what it lacks to op(...) by name",
      lambda: scale_op()(F32, outs=FLOATS)),
-    ("op", pickle.UnpicklingError, "op_of_main here: what is pickled by name travels by a variable of a module "
-     "that both processes import, which is not __m", lambda: pickled_in_main(xk.XLACustomKernel("scale"))),
     ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
     ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
     ("op", TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",
      lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
     ("op", TypeError, "outs of XLACustomKernel 'op' is missing: give one slice's",
      lambda: xk.general_batching_rule(op_adding(a=1), (VECTOR,), (0,))),
-    ("op", ValueError, "no call function", lambda: op_adding(a=1).call(1)),
     ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
      lambda: xk.XLACustomKernel("empty")(VECTOR, outs=like_first)),
     ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
@@ -1485,7 +1472,7 @@ ERRORS = [
     ("op", TypeError, "grid can be given with a ready kernel only",
      lambda: op_adding(a=1).def_numba_kernel(add_to(1), grid=3)),
     ("op", TypeError, "an op has no side effects", call_with_side_effects),
-    ("op", TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", lambda: xk.defjvp(3)),
+    ("op", TypeError, "expected an XLACustomKernel, got 3", lambda: xk.defjvp(3)),
     ("op", TypeError, "'wrong' is not a callable object",
      lambda: op_adding(a=1).def_jvp_rule2(None, "wrong")),
     ("op", TypeError, "'wrong' is not a callable object",
@@ -1863,12 +1850,11 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
 # -- kernels -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (itself, "(x)"), (spec(3), "(*args)")])
-def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, signature):
+def test_wrappers_show_their_kernel_and_a_signature():
     """By which jax.custom_vjp binds arguments."""
     assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
-    square = wrap(lambda x: x * x, outs)
-    assert str(inspect.signature(square)) == signature
+    square = wrap(lambda x: x * x)
+    assert str(inspect.signature(square)).startswith("(*args: ")
     with_vjp = jax.custom_vjp(square)
     with_vjp.defvjp(lambda x: (square(x), x), lambda x, ct: (2 * x * ct,))
     np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
@@ -4849,7 +4835,7 @@ def test_op_kernels_that_close_over_traced_values_are_refused(transform):
 
 def test_op_kernels_know_no_axes_of_vmap():
     total = call_op(op_of(lambda x: jax.lax.psum(x, "i")))
-    text = r"'op': .*names the axis 'i' of a vmap, and only jax.shard_map"
+    text = "'op' has .* no axes of a vmap, here NamedAxisEffect.*i"
     for call in eager_and_jitted(jax.vmap(total, axis_name="i")):
         with pytest.raises(NotImplementedError, match=text):
             call(ROWS)
@@ -4992,6 +4978,7 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     assert repr(op) == "<XLACustomKernel 'op': cpu: a, b>" and xk.XLACustomKernel("op", doc="Adds.").__doc__ == "Adds."
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
+    assert op.call(VECTOR[0], outs=spec()) == 2
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba") and op.def_benchmark_data(add_to) is add_to
     assert op.def_tags("sparse", "event") is None
@@ -5245,20 +5232,18 @@ RULE_ERRORS = {  # the method that defines a rule of the product, its arguments,
     ),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
     "vjp: no residuals": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "return (results, residuals)"),
-    "vjp: dict": ("def_vjp_rule", [lambda x, y: (x, y), lambda y, ct: {"x": ct}], "return a tuple"),
     "batch: no axis": (
         "def_batching_rule",
         [lambda args, axes: (args[:1], [None])],
         "(float32[3,3,8]), but outs, with the batch in front",
     ),
     "batch: no such axis": ("def_batching_rule", [lambda args, axes: (args[:1], [2])], "axis 2 is out of bounds"),
-    "batch: too few axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "two sequences of one length"),
+    "batch: too few axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "zip() argument 2 is shorter"),
     "batch: too many axes": (
         "def_batching_rule",
         [lambda args, axes: (args[:1], [0, 0])],
-        "two sequences of one length",
+        "zip() argument 2 is longer",
     ),
-    "batch: no sequences": ("def_batching_rule", [lambda args, axes: (args[0], 0)], "two sequences"),
 }
 
 
@@ -5269,7 +5254,7 @@ def test_op_rule_errors(case):
     op = product_op()
     getattr(op, method)(*args)
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-        jax.make_jaxpr(jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1)))(ROWS, ROWS)
+        jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1))(ROWS, ROWS)
 
 
 def test_op_newest_rules_reach_warm_functions():
@@ -5285,25 +5270,23 @@ def test_op_newest_rules_reach_warm_functions():
         assert of_batch(jnp.ones(1)) == value
 
 
-def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
+def test_general_batching_takes_a_primitive_of_someone_else():
     square_p = Primitive("square")
     square_p.def_impl(jnp.square)
     square_p.def_abstract_eval(like_first)
     mlir.register_lowering(square_p, mlir.lower_fun(jnp.square, multiple_results=False))
     batching.primitive_batchers[square_p] = partial(xk.general_batching_rule, square_p)
-    xk.defjvp(square_p, lambda t, x: 2 * x * t)
-    check_close(jax.jvp(square_p.bind, (VECTOR,), (WEIGHTS,)), (VECTOR**2, 2 * VECTOR * WEIGHTS))
     check_close(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
 
 
-@pytest.mark.parametrize("outs", [like_first, [spec(8)], {"sum": spec(8)}])
-def test_op_general_batching_of_a_batch_or_of_none(outs):
+@pytest.mark.parametrize("outs", [[spec(8)], {"sum": spec(8)}])
+def test_op_general_batching(outs):
     op = op_with(lambda: lambda x: {"sum": x + 1} if isinstance(outs, dict) else x + 1)
-    structure = jax.tree.structure(outs(spec(8)) if callable(outs) else outs)
-    for primitive, (x, axis) in itertools.product((op, op.primitive), ((VECTOR, None), (ROWS, 0))):
-        result, axes = xk.general_batching_rule(primitive, (x,), (axis,), outs=outs)
-        check_close(result, structure.unflatten([x + 1]))
-        assert axes == structure.unflatten([axis])
+    structure = jax.tree.structure(outs)
+    for primitive in (op, op.primitive):
+        result, axes = xk.general_batching_rule(primitive, (ROWS,), (0,), outs=outs)
+        check_close(result, structure.unflatten([ROWS + 1]))
+        assert axes == structure.unflatten([0])
 
 
 def spike_op(batching_rule=None):
@@ -5338,21 +5321,13 @@ def test_op_with_a_batching_rule_keeps_its_derivatives(batch):
     check_close(*jax.jit(lambda: (derivatives(spike_op(with_axis_at_the_end)), derivatives(spike_op())))())
 
 
-def test_op_batching_rule_runs_beside_derivatives_until_the_general_one_is_registered_again():
-    """Its axes may count from the end."""
-    op, with_derivative = op_adding(a=1), op_adding(a=1)
-    with_derivative.def_jvp_rule2(lambda t, x: t)
-    for each in (op, with_derivative):
-        each.def_batching_rule(lambda args, axes: ([args[0].T + 2], [-1]))
-        for added in (2, 1):
-            check_close(jax.vmap(call_op(each))(ROWS), ROWS + added)
-            each.register_general_batching()
-
-
-def test_op_without_derivative_rules_has_those_of_what_its_batching_rule_runs():
-    op = op_of(lambda x: x**2)
-    op.def_batching_rule(lambda args, axes: ([args[0] ** 2], axes))
-    check_close(jax.grad(lambda x: jax.vmap(call_op(op))(x).sum())(ROWS), 2 * ROWS)
+def test_op_batching_rule_runs_until_the_general_one_is_registered_again():
+    """Its axes may count from the end, and one result needs no list."""
+    op = op_adding(a=1)
+    op.def_batching_rule(lambda args, axes: (args[0].T + 2, -1))
+    for added in (2, 1):
+        check_close(jax.vmap(call_op(op))(ROWS), ROWS + added)
+        op.register_general_batching()
 
 
 # -- debugging and timing ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ A map of this file:
 A call: `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
 `_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a
 slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the code of `_Handler` and `_Driver`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpCall.bind` -> `_op_batching`, which records the vmap ->
+An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
@@ -1283,9 +1283,9 @@ def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
     taken: set[str] = set()
     chosen = []
     for entries in candidates:
-        named = {entry: entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry}
-        chosen.append(next((entry for entry, names in named.items() if taken.isdisjoint(names)), None))
-        taken.update(named.get(chosen[-1], ()))
+        free = [entry for entry in entries if entry and taken.isdisjoint(jax.tree.leaves(entry))]  # a name, or several
+        chosen.append(free[0] if free else None)
+        taken.update(jax.tree.leaves(chosen[-1]))
     return chosen
 
 
@@ -1314,8 +1314,10 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
         return _lower_to_starts(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
     is_known = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # as Shardy's rules want
-    can_split = outs and n_devices > 1 and is_known
-    n_split = len([*itertools.takewhile(lambda size: size % n_devices == 0, call.batch)]) if can_split else 0
+    n_split = 0
+    if outs and n_devices > 1 and is_known:
+        while n_split < len(call.batch) and call.batch[n_split] % n_devices == 0:
+            n_split += 1
     if n_split:
         results = _lower_to_split_call(ctx, operands, call, outs, n_split)
     else:
@@ -1375,10 +1377,9 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
 def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
-    has_slices = [dim is not None for dim in dims]
+    sizes = [1 if dim is None else size for dim in dims]
     for i, _ in call.aliases:
-        has_slices[i] = True  # each slice of the output starts with one of the input
-    sizes = [size if has_slice else 1 for has_slice in has_slices]
+        sizes[i] = size  # each slice of the output starts with one of the input
     ins = map(_batch_in_front, args, dims, sizes)
     batched = dataclasses.replace(call, batch=(size, *call.batch))
     return batched.bind([*ins]), [0] * call.n_results
@@ -1438,7 +1439,7 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
     batch = call.batch
     depth = len(batch)
     is_whole = _are_whole(ctx.avals_in, depth)
-    n_ones = max([0, *(len(x.shape) - depth for x, whole in zip(ctx.avals_in, is_whole) if whole)])
+    n_ones = max(len(x.shape) for x in ctx.avals_in) - depth
     n_batch_dims = n_split + n_ones
     ones = (1,) * (n_ones + 1)  # one more, as XLA leaves operands of just `n_batch_dims` whole
     leading = (*batch[:n_split], *ones, *batch[n_split:])
@@ -1460,10 +1461,9 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n
 
     ins = list(map(passed, ctx.avals_in, is_whole))
     passed_outs = list(map(passed, outs))
-    rule = _sharding_rule(ins, is_whole, passed_outs, n_common=n_batch_dims + 1)
     attributes = {
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_batch_dims)}),
-        "sdy.sharding_rule": mlir.ir.Attribute.parse(rule),
+        "sdy.sharding_rule": _sharding_rule(ins, is_whole, passed_outs, n_common=n_batch_dims + 1),
     }
     operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
     results = _lower_to_custom_call(ctx, operands, call, ins, passed_outs, **attributes)
@@ -1486,22 +1486,22 @@ def _are_whole(ins: Sequence, depth: int) -> list[bool]:
     return is_shared
 
 
-def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_common: int) -> str:
+def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_common: int) -> Any:
     """Shardy's rule of a call: arrays have so many leading dimensions in common; each other one is of its own."""
-    names = itertools.chain("ijklmnopqrstuvwxyz", map("z_{}".format, itertools.count(1)))  # as Shardy writes them
-    common = list(itertools.islice(names, n_common))
-    sizes = dict(zip(common, outs[0].shape))
+    from jax.extend.mlir.dialects import sdy  # here, as it takes 36 ms
 
-    def dims(x: Any, whole: bool = False) -> str:
-        own_sizes = x.shape if whole else x.shape[n_common:]
-        own = list(itertools.islice(names, len(own_sizes)))
-        sizes.update(zip(own, own_sizes))
-        return f"[{', '.join(own if whole else common + own)}]"
+    sizes = list(outs[0].shape[:n_common])
 
-    operands = ", ".join(map(dims, ins, is_whole))
-    results = ", ".join(map(dims, outs))
-    shown_sizes = ", ".join(map("{}={}".format, sizes, sizes.values()))
-    return f"#sdy.op_sharding_rule<({operands})->({results}) {{{shown_sizes}}}>"
+    def dimensions(x: Any, whole: bool = False) -> Any:
+        n_shared = 0 if whole else n_common
+        own_sizes = x.shape[n_shared:]
+        numbers = [*range(n_shared), *range(len(sizes), len(sizes) + len(own_sizes))]
+        sizes.extend(own_sizes)
+        return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([number]) for number in numbers])
+
+    operands = list(map(dimensions, ins, is_whole))
+    results = list(map(dimensions, outs))
+    return sdy.OpShardingRuleAttr.get(sizes, operands, results)
 
 
 # -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
@@ -1509,22 +1509,10 @@ def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_co
 
 def _parameters(kernel: Any) -> tuple[str, ...]:
     """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
-    with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(_python(kernel)).parameters.values()
-        named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
-        return tuple(x.name for x in named)
-    return ()
-
-
-def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
-    """The signature of a wrapper: the first parameters of the kernel, as many as `outs` takes, or any number."""
-    with contextlib.suppress(TypeError, ValueError):
-        taken_by_outs = inspect.signature(outs).parameters.values()
-        has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
-        if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            names = parameters[: len(taken_by_outs)]
-            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, taken_by_outs)])
-    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+    code = getattr(_python(kernel), "__code__", None)
+    if code is None or code.co_posonlyargcount:
+        return ()
+    return code.co_varnames[: code.co_argcount]
 
 
 def _ready_kind(kernel: Any) -> str | None:
@@ -1611,37 +1599,28 @@ class _BoundedCache(dict):
         return self.setdefault(key, value)
 
 
-class _NotCopied:
-    """A copy is the object itself."""
+class _Shared:
+    """What is itself in copies, and in pickles its variable of a module that other processes import, too."""
+
+    title: str  # for errors
 
     def __deepcopy__(self, memo: dict | None = None) -> Any:
         return self
 
     __copy__ = __deepcopy__
 
+    def __reduce__(self) -> tuple:
+        for name, module in list(sys.modules.items()):
+            if name.endswith("main__"):  # is another module elsewhere
+                continue
+            for variable, value in list(getattr(module, "__dict__", {}).items()):
+                if value is self and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
+                    return pkgutil.resolve_name, (f"{name}:{variable}",)
+        return _loaded, (self._dumps(),)
 
-def _variable_of(x: Any, modules: Iterable[str]) -> str:
-    """`module:variable` for the first variable of these modules that holds an object; else an empty text."""
-    for name in modules:
-        namespace = getattr(sys.modules.get(name), "__dict__", {})
-        for variable, value in list(namespace.items()):
-            if value is x and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
-                return f"{name}:{variable}"
-    return ""
-
-
-def _not_pickled(title: str) -> pickle.PicklingError:
-    return pickle.PicklingError(f"{title} is pickled by name: keep it in a variable of a module to import")
-
-
-def _value_of(variable: str) -> Any:
-    try:
-        return pkgutil.resolve_name(variable)
-    except (ImportError, AttributeError) as error:
-        raise pickle.UnpicklingError(
-            f"there is no {variable} here: what is pickled by name travels by a variable of a module that both "
-            "processes import, which is not __main__"
-        ) from error
+    def _dumps(self) -> bytes:
+        """What has no such variable, by value."""
+        raise pickle.PicklingError(f"{self.title} is pickled by name: keep it in a variable of a module to import")
 
 
 def _loaded(data: bytes) -> Any:
@@ -1652,7 +1631,7 @@ def _loaded(data: bytes) -> Any:
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
-class _Wrapper(_NotCopied):
+class _Wrapper(_Shared):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
@@ -1667,11 +1646,9 @@ class _Wrapper(_NotCopied):
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel) if parameters is None else parameters
+        functools.update_wrapper(self, _python(kernel), updated=())
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
-        self.__module__ = getattr(_python(kernel), "__module__", None)  # type: ignore[assignment]
-        self.__doc__ = getattr(kernel, "__doc__", None)
         self.__wrapped__ = kernel
-        self.__signature__ = _input_signature(self.parameters, options.outs)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
             raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
@@ -1684,14 +1661,10 @@ class _Wrapper(_NotCopied):
 
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
+        self.__signature__ = inspect.signature(call)  # for jax.custom_vjp; that of `__wrapped__` has outputs, too
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
-
-    def __reduce__(self) -> tuple:
-        """By a variable of its module; without one, or in `__main__`, which is another module elsewhere, by value."""
-        variable = _variable_of(self, {self.__module__} - {"__main__"})
-        return (_value_of, (variable,)) if variable else (_loaded, (self._dumps(),))
 
     def _dumps(self) -> bytes:
         """The kernel with its code, and the options, as plain `pickle` can read them."""
@@ -1712,10 +1685,11 @@ class _Wrapper(_NotCopied):
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """What the first parameters get, by position and by name."""
         n = len(args) + len(named)
-        by_name = self.parameters[len(args) : n]
-        if len(self.parameters) < n or named.keys() != set(by_name):
+        names = self.parameters[:n]
+        bound = dict(zip(names, args), **named)
+        if len(bound) != n or bound.keys() != set(names):
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
-        return dict(zip(self.parameters, [*args, *map(named.get, by_name)]))
+        return {name: bound[name] for name in names}
 
     def _wrong_arity(self, problem: str) -> TypeError:
         takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
@@ -1762,19 +1736,20 @@ class _Wrapper(_NotCopied):
 
     def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
-        given = [*self.options.input_output_aliases.items(), *((name, j) for j, name in enumerate(self.in_outs))]
-        pairs = {(self._input_number(key, len(ins)), j) for key, j in given}
-        aliases = dict(pairs)
-        is_one_to_one = len(pairs) == len(aliases) == len(set(aliases.values()))
-        starts = {i: _show(spec) for i, spec in enumerate(ins)}
-        results = {j: _show(spec) for j, spec in enumerate(outs)}
-        if not is_one_to_one or any(i not in starts or starts[i] != results.get(j) for i, j in pairs):
-            raise ValueError(
-                f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
-                f"{self.in_outs}: an input can start one output, an output can start from one input, of equal shape "
-                f"and dtype; in-out arguments start the first of outs, in order; inputs: {starts}; outputs: {results}"
-            )
-        return dict(sorted(pairs))
+        inputs = dict(enumerate(map(_show, ins)))
+        outputs = dict(enumerate(map(_show, outs)))
+        aliases: dict[int, int] = {}
+        for key, j in [*self.options.input_output_aliases.items(), *zip(self.in_outs, itertools.count())]:
+            i = self._input_number(key, len(ins))
+            if i in aliases or j in aliases.values() or i not in inputs or inputs[i] != outputs.get(j):
+                raise ValueError(
+                    f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
+                    f"{self.in_outs}: an input can start one output, an output can start from one input, of equal "
+                    "shape and dtype; in-out arguments start the first of outs, in order; "
+                    f"inputs: {inputs}; outputs: {outputs}"
+                )
+            aliases[i] = j
+        return dict(sorted(aliases.items()))
 
     def _input_number(self, key: int | str, n_in: int) -> int:
         """The number of an input that an alias names."""
@@ -4118,8 +4093,7 @@ class _WarpKernel(_Wrapper):
         wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
         return wrapper._call_inputs([*arguments.values()])
 
-    def _dumps(self) -> bytes:
-        raise _not_pickled(self.title)  # a pickle would have all of the kernel's module, which is then there twice
+    _dumps = _Shared._dumps  # a pickle would have all of the kernel's module, which is then there twice
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -4825,13 +4799,13 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # tracers (`_without_numpy`).
 #
 # What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
-# rules and the primitive can be called by hand, also without outs (`_OpPrimitive.op_params`, `_op_jvp`); and that rules
-# may return an undefined operand for zero (`_from_rule`).
+# the primitive and its transpose rule can be called by hand, the latter without outs (`_OpPrimitive.op_params`); and
+# that rules may return an undefined operand for zero (`_from_rule`).
 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
-class XLACustomKernel(_NotCopied):
+class XLACustomKernel(_Shared):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
@@ -4879,8 +4853,9 @@ class XLACustomKernel(_NotCopied):
         self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each, or None
         self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
         self._calls = _BoundedCache()  # by their outs, backend and static parameters
+        self._checked = _BoundedCache()  # calls whose kernels were traced for their errors
         self._functions = _BoundedCache()  # what generators returned
-        self._call_fn: Callable | None = None
+        self._call_fn: Callable = self
         self._benchmark_data_fn: Callable | None = None
         self._tags: set[str] = set()
         self.__doc__ = doc or self.__doc__
@@ -4895,20 +4870,17 @@ class XLACustomKernel(_NotCopied):
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
-        key = None
+        key = _outs_key(outs), backend, _tagged(params) if params else ()
         try:
-            key = _outs_key(outs), backend, _tagged(params) if params else ()
             call = self._calls[key]
         except (KeyError, TypeError):
             call = self._new_call(outs, backend, params, key)
         if not is_traced:
             return call.jitted(*ins)
         call.check(ins)
-        return call.bind(*ins)
+        return call.trace(*ins)
 
-    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
-        if outs is None:
-            raise TypeError(f"{self.title}: outs is missing: give the results' specs, such as outs=lambda x: x")
+    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpParams:
         for name, value in params.items():
             try:
                 hash(value)
@@ -4918,19 +4890,13 @@ class XLACustomKernel(_NotCopied):
                     f"of type {type(value).__name__}: pass a number or a tuple (of a function under jax.jit, one of "
                     "its static_argnames), or pass an array as an operand"
                 ) from None
-        call = _OpCall(self.primitive.op_params(outs, backend, **params))
+        call = self.primitive.op_params(outs, backend, **params)
         with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
-            return self._calls.keep(key, call) if key else call
+            return self._calls.keep(key, call)
         return call
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
-
-    def __reduce__(self) -> tuple:
-        variable = _variable_of(self, sorted(sys.modules, key=lambda x: x.endswith("main__")))  # another one elsewhere
-        if not variable:
-            raise _not_pickled(self.title)
-        return _value_of, (variable,)
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -5049,8 +5015,9 @@ class XLACustomKernel(_NotCopied):
     def def_batching_rule(self, fun: Callable) -> Callable:
         """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
 
-        `axes` holds 0 for a batched operand, else None; `params` is as in :meth:`def_jvp_rule`. The rule runs when the
-        op is lowered: derivatives are by the op's rules, and it must not close over traced values.
+        `axes` holds 0 for a batched operand, else None; `params` is as in :meth:`def_jvp_rule`. Outputs and their axes
+        are lists, or one of each. The rule runs when the op is lowered: derivatives are by the op's rules, and it must
+        not close over traced values.
         """
         return self._define_rule("batching", fun)
 
@@ -5069,7 +5036,8 @@ class XLACustomKernel(_NotCopied):
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
-        self._set_rule("jvp", _rules_by_operand(f"{self.title}: def_jvp_rule2", jvp_rules))
+        what = f"{self.title}: def_jvp_rule2: the rule of operand"
+        self._set_rule("jvp", [rule and _tolerant(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)])
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose of an op that is linear in some operands; usable as a decorator.
@@ -5119,9 +5087,7 @@ class XLACustomKernel(_NotCopied):
         return fn
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function attached by :meth:`def_call`."""
-        if self._call_fn is None:
-            raise ValueError(f"{self.title} has no call function; attach one with def_call(fn)")
+        """Call the function attached by :meth:`def_call`, or the op."""
         return self._call_fn(*args, **kwargs)
 
     def def_tags(self, *tags: str) -> None:
@@ -5147,7 +5113,6 @@ class XLACustomKernel(_NotCopied):
         for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
-            row = _BenchmarkRow(name)
             try:
                 first = timer.timeit(1)
                 times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
@@ -5155,10 +5120,9 @@ class XLACustomKernel(_NotCopied):
                 reference = results if reference is None else reference
                 differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
                 difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
-                row = _BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference)
+                rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference))
             except Exception as error:
-                row = row._replace(error=f"{type(error).__name__}: {error}".partition("\n")[0])
-            rows.append(row)
+                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
         return _OpBenchmark(rows)
 
 
@@ -5202,46 +5166,10 @@ def _outs_key(outs: Any) -> tuple:
     kind = type(outs)
     if kind is list or kind is tuple:
         return kind, tuple([_outs_key(x) for x in outs])
-    if kind is Spec or (hasattr(outs, "shape") and hasattr(outs, "dtype")):
+    if kind is Spec or _is_spec(outs):
         return outs.shape, outs.dtype
     leaves, tree = _flatten(outs)
     return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
-
-
-class _OpCall:
-    """An op with fixed outs, backend and static parameters; eager calls go through its `jitted`."""
-
-    def __init__(self, declared: _OpParams) -> None:
-        self.op = declared.op
-        self.declared = declared
-        self.checked = _BoundedCache()
-        self.jitted = jax.jit(self.bind)
-
-    def bind(self, *ins: Any) -> Any:
-        """The op on tracers (or, under disable_jit, on arrays)."""
-        self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
-        op_params = self.op_params(ins)
-        rule = self.op._rules.get("vjp")
-        results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
-        return op_params.tree.unflatten(results)
-
-    def op_params(self, ins: Sequence) -> _OpParams:
-        # the dtypes are decided here and not on construction: jax_enable_x64 can change between two calls
-        outs, _ = _flat_specs(self.declared.outs, f"{self.op.title}: outs", _input_specs(ins))
-        return dataclasses.replace(self.declared, outs=tuple(outs))
-
-    def check(self, ins: Sequence) -> None:
-        """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
-        entry = self.op._choices(_default_platform()).get(self.declared.backend)
-        key = (entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
-        if entry is None or self.checked.get(key):
-            return  # without a kernel, the lowering raises
-        try:
-            self.op_params(ins).traced(entry, ins)
-        except Exception:
-            if jax.default_backend() == "cpu":  # else the platform may be another one: the lowering raises
-                raise
-        self.checked.keep(key, True)
 
 
 def _tagged(value: Any) -> Any:
@@ -5250,11 +5178,9 @@ def _tagged(value: Any) -> Any:
     if kind is dict:  # the parameters of a call
         return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
     if isinstance(value, (tuple, frozenset)):
-        return kind, (tuple if isinstance(value, tuple) else frozenset)(map(_tagged, value))
-    if isinstance(value, (float, complex, np.inexact)):  # also NaN, which is not equal to itself
-        bits = float.hex(value) if isinstance(value, float) else np.asarray(value).tobytes()
-        is_plain = kind in (float, complex) or isinstance(value, np.inexact)
-        return (kind, bits) if is_plain else (kind, bits, value)
+        return kind, *map(_tagged, value)
+    if kind in (float, complex) or isinstance(value, np.inexact):  # also NaN, which is not equal to itself
+        return kind, np.asarray(value).tobytes()
     return kind, value
 
 
@@ -5307,27 +5233,16 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
     try:
         results = _function_of_arrays(op_params, entry, ins)(*ins)
     except Exception as error:
-        backends = ", ".join(op_params.op.available_backends(entry.platform))
-        error.add_note(f"{what} raised this; {entry.platform!r} has {backends}: choose with backend=")
+        error.add_note(f"{what} raised this; backend= chooses another of {op_params.op!r}")
         raise
     return _outputs(what, results, op_params.outs, op_params.tree)
 
 
-# What arrays depend on that a generator may make.
-_OPTIONS_OF_ARRAYS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_default_prng_impl",
-)
-
-
 def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator returns for these parameters and outs, which it is asked for once under a configuration."""
+    """What the generator returns for these parameters and outs, which it is asked for once."""
     axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    configuration = tuple([getattr(jax.config, option, None) for option in _OPTIONS_OF_ARRAYS])  # of this thread
-    key = entry, op_params.outs, axes, mesh, op_params.key, configuration
+    key = entry, op_params.outs, axes, mesh, op_params.key, jax.config.jax_enable_x64
     functions = op_params.op._functions
     known = functions.get(key)
     if known:
@@ -5364,8 +5279,8 @@ def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequenc
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_show, arrays))
     wanted = list(map(_show, expected))
-    fits = [pair[0] == pair[1] or "None" in pair for pair in zip(shown, wanted)]
-    if len(shown) != len(wanted) or not all(fits):
+    misfits = [pair for pair in zip(shown, wanted) if pair[0] != pair[1] and "None" not in pair]
+    if len(shown) != len(wanted) or misfits:
         fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
         raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
     return arrays
@@ -5413,7 +5328,7 @@ class _OpPrimitive(Primitive):
 
 @dataclasses.dataclass(frozen=True)
 class _OpParams:
-    """What the primitive of an op was bound with, or will be."""
+    """A call of an op, or what its primitive is bound with then: the same, with the dtypes that JAX allows."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
     outs: tuple  # of one slice
@@ -5433,6 +5348,33 @@ class _OpParams:
     def rule_params(self) -> dict[str, Any]:
         """What a user's rules get, which are for one slice."""
         return {**self.params, "outs": self.outs, "backend": self.backend}
+
+    @functools.cached_property
+    def jitted(self) -> Callable:
+        """For calls on arrays."""
+        return jax.jit(self.trace)
+
+    def trace(self, *ins: Any) -> Any:
+        """A call on tracers (or, under disable_jit, on arrays)."""
+        self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
+        op_params = self.allowed(ins)
+        rule = self.op._rules.get("vjp")
+        results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
+        return self.tree.unflatten(results)
+
+    def allowed(self, ins: Sequence) -> _OpParams:
+        """With the dtypes that JAX allows now: jax_enable_x64 can change between two calls."""
+        outs, _ = _flat_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
+        return dataclasses.replace(self, outs=tuple(outs))
+
+    def check(self, ins: Sequence) -> None:
+        """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
+        entry = self.op._choices(_default_platform()).get(self.backend)
+        key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
+        # Without a kernel, or where the platform may be another one, the lowering raises.
+        if entry and key not in self.op._checked and jax.default_backend() == "cpu":
+            self.allowed(ins).traced(entry, ins)
+            self.op._checked.keep(key, True)
 
     def bind(self, *ins: Any) -> list:
         return self.op.primitive.bind(*ins, _op_params=self)
@@ -5459,30 +5401,26 @@ class _OpParams:
             run_slice = functools.partial(_run_batching_rule, self, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
-            return _trace_closed(self.op, functools.reduce(jax.vmap, reversed(vmaps), run_slice), ins)
+            closed = jax.make_jaxpr(functools.reduce(jax.vmap, reversed(vmaps), run_slice))(*ins)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
                 raise
-            return _trace_closed(self.op, functools.reduce(_sequential, reversed(vmaps), run_slice), ins)
+            closed = jax.make_jaxpr(functools.reduce(_sequential, reversed(vmaps), run_slice))(*ins)
+        _check_closed(self.op.title, closed)
+        return closed
 
 
-def _trace_closed(op: XLACustomKernel, function: Callable, ins: Sequence) -> Any:
-    """The jaxpr of a function, for the op's lowering: traced values and axes of `vmap` of the program are gone then."""
-    closed = jax.make_jaxpr(function)(*ins)
-    what = f"{op.title}: a kernel, or a batching rule,"
+def _check_closed(title: str, closed: Any) -> None:
+    """Raise if a kernel's jaxpr needs traced values of the program, or axes of `vmap`: at lowering they are gone."""
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(f"{what} closes over a traced value: pass it as an operand")
+        raise TypeError(f"{title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand")
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     for effect in closed.effects:
-        kind = type(effect).__name__
-        axis = getattr(effect, "name", None)
-        if kind == "NamedAxisEffect" and axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        # JAX has no tokens for ordered effects when an op is lowered.  That of a collective has the `name` of an axis.
+        if "Ordered" in type(effect).__name__ or getattr(effect, "name", None) not in (None, *manual_axes):
             raise NotImplementedError(
-                f"{what} names the axis {axis!r} of a vmap, and only jax.shard_map and jax.pmap name axes for ops: "
-                "use the collective outside of it"
+                f"{title} has no ordered effects, and no axes of a vmap, here {effect}: call its kernel itself"
             )
-        if "Ordered" in kind:  # JAX has no token for it when an op is lowered
-            raise NotImplementedError(f"{op.title} has no ordered effects, here {kind}: call its kernel itself")
-    return closed
 
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
@@ -5506,9 +5444,8 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
 # what runs a slice, or is a rule (10.6).
 #
-# An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
-# But that of an op with derivative rules runs at lowering: what it runs may have no derivatives, or others than the
-# op (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
+# An op's own batching rule runs at lowering, too: what it runs may have no derivatives, or others than the op
+# (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
 # `general_batching_rule`, or lowering would never end.
 
 
@@ -5519,10 +5456,10 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       prim: an :class:`XLACustomKernel` or its `primitive`, which is bound once, with the batch recorded, and leaves the
         work to its backend's own `vmap`; or any primitive or function of arrays, for a `jax.lax.map` over the slices.
       args, params: its operands, and its parameters by keyword: for an op `outs`, those of one slice, too.
-      axes: the batched axis of each operand, or None.
+      axes: the batched axis of each operand, or None; one of them at least is batched.
 
     Returns:
-      The outputs and, in the same structure, their batched axes: 0, or None if no operand is batched.
+      The outputs and, in the same structure, their batched axes, which are 0.
 
     Example:
       >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
@@ -5530,20 +5467,13 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       (5,) 0
     """
     primitive = getattr(prim, "primitive", prim)
-    is_op = isinstance(primitive, _OpPrimitive)
-    function = functools.partial(primitive.op if is_op else getattr(prim, "bind", prim), **params)
-    if all(axis is None for axis in axes):
-        out = function(*args)
-        return out, jax.tree.map(lambda _: None, out)
-    if is_op:
-        if "outs" not in params:
-            raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's")
-        if callable(params["outs"]):
-            slices = map(_without_axis, args, axes)
-            params["outs"] = _call_with_specs(params["outs"], "general_batching_rule: outs", *slices)
+    if isinstance(primitive, _OpPrimitive):
+        if "outs" not in params or callable(params["outs"]):
+            raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's specs")
         op_params = primitive.op_params(**params)
         out = op_params.tree.unflatten(op_params.bind_batch(args, axes))
     else:
+        function = functools.partial(getattr(prim, "bind", prim), **params)
         in_axes, batch = _with_axes_in_front(args, axes)
         out = _sequential(function, in_axes)(*batch)
     return out, jax.tree.map(lambda _: 0, out)
@@ -5553,12 +5483,6 @@ def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = op_params.op._rules.get("batching")
     if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
         op_params = dataclasses.replace(op_params, batching_rule=rule)
-        in_axes, batch = _with_axes_in_front(args, axes)
-        run_rule = functools.partial(_run_batching_rule, op_params, in_axes)
-        if op_params.op._rules.keys().isdisjoint({"jvp", "transpose"}):
-            results = run_rule(*batch)
-            return results, [0] * len(results)
-        _trace_closed(op_params.op, run_rule, batch)  # for its errors, here, where the user's call is on the stack
     results = op_params.bind_batch(args, axes)
     return results, [0] * len(results)
 
@@ -5567,10 +5491,10 @@ def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
     """The results of the user's rule for one vmap, whose axis is in front."""
     what = f"the batching rule of {op_params.op.name!r}"
     results, axes = op_params.batching_rule(batch, in_axes, **op_params.rule_params)
-    if not isinstance(results, (list, tuple)) or not isinstance(axes, (list, tuple)) or len(results) != len(axes):
-        raise TypeError(f"{what} must return (results, their axes), two sequences of one length; got {results}, {axes}")
+    if not isinstance(results, (list, tuple)):
+        results, axes = [results], [axes]
     size = batch[in_axes.index(0)].shape[0]
-    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
+    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes, strict=True)]
     expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
     return _as_declared(what, in_front, "outs, with the batch in front, are", expected)
 
@@ -5581,21 +5505,15 @@ def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
     return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
-def _without_axis(x: Any, axis: int | None) -> Spec:
-    """The spec of a slice."""
-    sizes = list(np.shape(x))
-    if axis is not None:
-        del sizes[axis]
-    return Spec(sizes, jax.typeof(x).dtype)
-
-
 def _sequential(function: Callable, in_axes: tuple) -> Callable:
     """`jax.vmap(function, in_axes)`, but one slice at a time."""
 
     def mapped(*ins: Any) -> Any:
-        batch = [None if axis is None else x for x, axis in zip(ins, in_axes)]
-        shared = [x if axis is None else None for x, axis in zip(ins, in_axes)]
-        return jax.lax.map(lambda slices: function(*[y if x is None else x for x, y in zip(slices, shared)]), batch)
+        def of_slice(slices: list) -> Any:
+            remaining = iter(slices)
+            return function(*[x if axis is None else next(remaining) for x, axis in zip(ins, in_axes)])
+
+        return jax.lax.map(of_slice, [x for x, axis in zip(ins, in_axes) if axis is not None])
 
     return mapped
 
@@ -5607,10 +5525,10 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
-    """Define the derivative of an op or primitive by one rule per operand.
+    """Define the derivative of an op by one rule per operand.
 
     Args:
-      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
+      primitive: an :class:`XLACustomKernel`, or its `primitive`.
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
         operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
@@ -5623,43 +5541,29 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
       >>> print(jax.grad(lambda x: op(x, 3.0, outs=lambda x, y: x))(2.0))
       3.0
     """
-    primitive = getattr(primitive, "primitive", primitive)
-    if not isinstance(primitive, Primitive):
-        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {primitive!r}")
-    if isinstance(primitive, _OpPrimitive):
-        primitive.op.def_jvp_rule2(*jvp_rules)
-    else:
-        rules = _rules_by_operand(f"defjvp of {primitive.name!r}", jvp_rules)
-        ad.primitive_jvps[primitive] = functools.partial(_jvp_by_operand, primitive, rules)
+    op = getattr(primitive, "op", primitive)
+    if not isinstance(op, XLACustomKernel):
+        raise TypeError(f"defjvp: expected an XLACustomKernel, got {op!r}: for a primitive, jax.interpreters.ad.defjvp")
+    op.def_jvp_rule2(*jvp_rules)
 
 
-def _rules_by_operand(what: str, rules: Sequence) -> list:
-    return [rule and _tolerant(rule, f"{what}: the rule of operand {i}") for i, rule in enumerate(rules)]
-
-
-def _jvp_by_operand(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """The jvp rule of a primitive that is no op."""
-    results = primitive.bind(*primals, **params)
-    outputs = results if primitive.multiple_results else [results]
-    tangents_out = _add_tangents(primitive, rules, primals, tangents, outputs, params)
-    return results, tangents_out if primitive.multiple_results else tangents_out[0]
-
-
-def _add_tangents(op: Any, rules: Sequence, primals: Any, tangents: Any, outputs: Any, params: dict) -> list:
-    """The tangents of the outputs: what each operand's rule gives, added up."""
+def _jvp_by_operand(rules: Sequence, op_params: _OpParams, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    """The outputs, and their tangents: what each operand's rule gives, added up."""
+    name = op_params.op.name
     if len(rules) != len(primals):
-        raise ValueError(f"{op.name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
+        raise ValueError(f"{name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
+    outputs = op_params.bind(*primals)
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        returned = rule(tangent, *primals, **params)
-        what = f"the jvp rule of {op.name!r} for operand {i}"
+        returned = rule(tangent, *primals, **op_params.rule_params)
+        what = f"the jvp rule of {name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
-    return totals
+    return outputs, totals
 
 
 def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
@@ -5670,12 +5574,10 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs = one_slice.bind(*primals)
-            tangents_out = _add_tangents(op_params.op, rule, primals, tangents, outputs, op_params.rule_params)
+            outputs, tangents_out = _jvp_by_operand(rule, one_slice, primals, tangents)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
-            leaves = jax.tree.leaves(outputs)
-            outputs = _as_declared(what, leaves, "outs declares", op_params.outs or leaves)
+            outputs = _as_declared(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
         return outputs, _from_rule(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
     vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]
@@ -5703,27 +5605,24 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     for i, ct in enumerate(results):
         if ct is not None:
             shared = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
-            if shared:
-                ct = jax.lax.reduce_sum(ct, shared)  # summed over the slices that share the operand
-            results[i] = _sharded_like(ct, operands[i].aval)
+            total = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
+            results[i] = _sharded_like(total, operands[i].aval)
     return results
 
 
 def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
     """A user's rule of groups of values, such as (primals, tangents), under vmaps: `in_axes` for each of the groups."""
-    slices = []
-    for g, values in enumerate(groups):
-        depths = [sum(in_axes[g][i] == 0 for in_axes in vmaps) for i in range(len(values))]
-        slices.append(tuple(map(_symbolic_slice, values, depths)))
+    slices = list(map(tuple, groups))
+    for in_axes in vmaps:
+        slices = [tuple(map(_symbolic_slice, values, axes)) for values, axes in zip(slices, in_axes)]
     return functools.reduce(jax.vmap, reversed(vmaps), of_slice)(*slices)
 
 
-def _symbolic_slice(x: Any, depth: int) -> Any:
-    """A symbolic value with the shape of one slice, without `depth` batch dimensions; anything else as it is."""
-    if not depth or type(x) not in _SYMBOLIC:
+def _symbolic_slice(x: Any, axis: int | None) -> Any:
+    """A symbolic value with the shape of a slice of its first dimension; anything else as it is."""
+    if axis is None or type(x) not in _SYMBOLIC:
         return x
-    aval = _out_aval(x.aval.shape[depth:], x.aval.dtype, [x.aval], x.aval.sharding.spec[depth:])
-    return type(x)(aval)
+    return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
 def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
@@ -5747,8 +5646,6 @@ def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Call
 
 def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list:
     """What a rule returned, as arrays of these types: None for zeros, and where a type is None or has no derivative."""
-    if isinstance(returned, dict):
-        raise TypeError(f"{what} returned {returned!r:.80}: return a tuple, in the order of what it is for")
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC) else x for x in returned]
@@ -5826,13 +5723,13 @@ _BACKENDS = {
         check=_check_numba,
     ),
     "warp": _Backend(
-        platforms={"cpu": _WARP_INSTALL, "gpu": 'pip install "jax[cuda13]" warp-lang numba'},
+        platforms={"cpu": _WARP_INSTALL, "gpu": 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang numba'},
         ready=("warp.Kernel",),
         wrap=warp_kernel,
         check=_check_warp,
     ),
     "numba_cuda": _Backend(
-        platforms={"gpu": _CUDA_INSTALL},
+        platforms={"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
         ready=(
             *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
             *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
@@ -5851,13 +5748,12 @@ def _self_check() -> int:
     for name, backend in _BACKENDS.items():
         for platform, install in backend.platforms.items():
             try:
-                if not _local_devices(platform):
+                devices = _local_devices(platform)
+                if not devices:
                     raise ImportError(f"JAX finds no {platform}")
-                cost = _cost_per_call(backend.check(), _local_devices(platform)[0])
-                result = f"works, {cost:.2f} µs per call under jit"
+                result = f"works, {_cost_per_call(backend.check(), devices[0]):.2f} µs per call under jit"
             except ImportError as error:
-                needs = "an NVIDIA GPU, " if platform == "gpu" else ""
-                result = f"not available: {error}\n{'':17}to get it: {needs}{install}"
+                result = f"not available: {error}\n{'':17}to get it: {install}"
             except Exception as error:
                 status = 1
                 result = f"FAILED: {type(error).__name__}: {error}"
