@@ -1087,11 +1087,6 @@ def itself(x):
     return x
 
 
-class AMethod:
-    def kernel(self, x, out):
-        out[:] = x
-
-
 head = wrap(runs("out[:] = 0\n    out[:n] = alpha * x[:n]", "x, n, alpha, out"))
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
@@ -1187,15 +1182,13 @@ WHAT_HELPS = [
     ("breakpoint()", {}, "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays"),
 ]  # fmt: skip
 SPECS_NO_VALUES = "a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives"
-REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
-# By backend: the exception, what it says (parts of the text, with .* between them), and what is called with which
-# inputs.
+# By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
 ERRORS = {
     "numba": [  # and what all wrappers share: first when a wrapper is made
         (TypeError, "numba.njit or a plain function; got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
         (TypeError, "got partial.*closure", wrap, partial(itself)),
-        (TypeError, "got method.*outside of the class", wrap, AMethod().kernel),
-        (TypeError, "'kernel' is a method.*outside of the class", wrap, AMethod.kernel),
+        (TypeError, "got method.*outside of the class", wrap, types.MethodType(itself, 3)),
+        (TypeError, "is a method.*outside of the class", wrap, lambda self, x: x),
         (TypeError, "ufunc <ufunc 'sin'>; call it in a function, lambda x: np.sin(x), .*instead of target=\"parallel\"",
          wrap, np.sin),
         (TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)", wrap, abs),
@@ -1322,7 +1315,6 @@ ERRORS = {
         # values and types
         (TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance", lambda: call_every(*EVERY, s=1)),
         (Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
-        (Exception, " param i", lambda: call_every(*EVERY, i=1.5)),
         (ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
          lambda: call_every(*EVERY, i=300)),
         (ValueError, "'i' (int8) is passed by value; .*300.*, which is", lambda: call_every(*EVERY, i=np.array(300))),
@@ -1332,7 +1324,8 @@ ERRORS = {
     ],
     "op": [  # calls
         (ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])", call_broken),
-        (ValueError, f"no backend 'far' for platform 'cpu'; registered: {REGISTERED}", call_broken, spec(8), "far"),
+        (ValueError, "'far' for platform 'cpu'; registered: cpu: shape, raising, nothing, undecorated, numba; gpu: far",
+         call_broken, spec(8), "far"),
         (ValueError, "no backend '' for platform 'cpu'", call_broken, spec(8), ""),
         (KeyError, "raised this; 'cpu' has shape, raising", call_broken, spec(8), "raising"),
         (TypeError, "got None", call_broken, spec(8), "nothing"),
@@ -1426,7 +1419,6 @@ def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_p
 
 
 def test_op_backend_of_another_platform_can_be_lowered_there():
-    """While the program's own platform has none of this name."""
     assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
 
 
@@ -1489,14 +1481,10 @@ def test_kernels_of_equal_text_differ_in_what_they_call_and_in_their_options():
     """For numbers and arrays see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
     helpers = [helper("a + n", n=2), helper("a + n", n=3), helper("a + 4", numba.vectorize)]
     kernels = closures("v(x[0] + 1)", [math.sin, math.cos, *helpers])
+    overflows = runs("total = 200; out[0] = total")
     kernels += [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)]
     results = [result_of(kernel, np.zeros(1, np.float32)) for kernel in kernels]
     assert len(set(results)) == len(results), results
-
-
-def overflows(x, out):
-    total = 200
-    out[0] = total
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1535,7 +1523,8 @@ def compiled_functions():
     names += [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
 
 
-def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_value():
+@pytest.mark.parametrize("jit", [itself, numba.njit])
+def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_value(jit):
     """A tuple, a type or an array; not for each shape."""
     twice, table = numba.njit(lambda a: 2 * a), np.array([1.0, 2.5])
 
@@ -1546,13 +1535,12 @@ def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_
 
         return kernel
 
-    for jit, values, count, expected in [
-        (itself, ((3,), numba.float32, table), 1, 8.5),
-        (itself, ((4,), numba.float32, table), 1, 10.5),
-        (itself, ((3,), numba.int8, table), 1, 8),
-        (itself, ((3,), numba.float32, 2 * table), 1, 11),
-        (numba.njit, ((3,), numba.float32, 2 * table), 1, 11),
-        (itself, ((3,), numba.float32, table.copy()), 0, 8.5),
+    for values, count, expected in [
+        (((3,), numba.float32, table), 1, 8.5),
+        (((4,), numba.float32, table), 1, 10.5),
+        (((3,), numba.int8, table), 1, 8),
+        (((3,), numba.float32, 2 * table), 1, 11),
+        (((3,), numba.float32, table.copy()), 0, 8.5),
     ]:
         with compiled_functions() as names:
             for n in (1, 2, 3):
@@ -1578,12 +1566,8 @@ def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-SHARED = pytest.mark.xfail(reason="such kernels are one if their arrays were equal once", strict=True)
-
-
-@pytest.mark.parametrize("size, step", [
-    (4, 1), pytest.param(4, 2, marks=SHARED), pytest.param(200_000, 1, marks=SHARED),
-])  # fmt: skip
+@pytest.mark.xfail(reason="such kernels are one if their arrays were equal once", strict=True)
+@pytest.mark.parametrize("size, step", [(4, 2), (200_000, 1)])
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
     array, equal = np.ones(size)[::step], np.ones(size)[::step]
@@ -1603,12 +1587,11 @@ def test_copies_and_pickles_of_what_has_a_variable_are_the_object(name):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-@pytest.mark.parametrize("make, name", [
-    (lambda: xk.XLACustomKernel("local"), "local"),
-    pytest.param(lambda: product(), "multiply", marks=pytest.mark.needs("warp")),
+@pytest.mark.parametrize("make", [
+    lambda: xk.XLACustomKernel("local"), pytest.param(lambda: product(), marks=pytest.mark.needs("warp")),
 ], ids=["op", "warp"])  # fmt: skip
-def test_what_has_no_variable_and_no_value_cannot_be_pickled(make, name):
-    with pytest.raises(pickle.PicklingError, match=rf"'.*{name}'.*in a variable of a module"):
+def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
+    with pytest.raises(pickle.PicklingError, match=r"'(local|multiply)'.*in a variable of a module"):
         pickle.dumps(make())
 
 
@@ -1664,9 +1647,9 @@ def running_sum_in_jax(x, y):
 
 def random_nest(rng, rank, dtype):
     """Operands, and for each vmap over them, from the outermost in, its axes."""
-    shapes = {"x": rng.choice([0, 1, 2, 3, 5], rank, p=[0.06, 0.2, 0.26, 0.26, 0.22]).tolist(), "y": []}
+    shapes = {"x": rng.choice([0, 1, 1, 2, 2, 3, 3, 5, 5], rank).tolist(), "y": []}
     nest = []
-    for size in rng.choice([0, 1, 2, 3], rng.integers(0, 4), p=[0.08, 0.22, 0.35, 0.35]).tolist():
+    for size in rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 3], rng.integers(0, 4)).tolist():
         axes = {"x": None, "y": None}
         for name in (["x"], ["y"], ["x", "y"])[rng.integers(3)]:
             axes[name] = int(rng.integers(0, len(shapes[name]) + 1))
@@ -1753,7 +1736,6 @@ def shifted(x, y, out):
 
 
 SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-IN_OUT = {"in_out_argnames": iter(["total"]), "zero_outputs": True}
 compiled_before = on_first_call(lambda: wrap(numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)))
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
     "returns a scalar": (
@@ -1764,6 +1746,7 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "returns what outputs start as": (
         wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, [VECTORS, -VECTORS],
     ),
+    "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), [VECTORS]),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1]),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS]),
     "explicit signature": (compiled_before, lambda x: x + 1, [VECTORS]),
@@ -1774,7 +1757,8 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
         [VECTORS], {"alpha": SCALARS, "n": np.full(2, 2, np.int32)},
     ),
     "in-out": (
-        wrap(runs("total += x; out[:] = 2 * total", "x, total, out"), lambda x, total: (total, x), **IN_OUT),
+        wrap(runs("total += x; out[:] = 2 * total", "x, total, out"), lambda *ins: ins[::-1],
+             in_out_argnames=iter(["total"]), zero_outputs=True),
         lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1},
     ),
 }  # fmt: skip
@@ -1828,6 +1812,11 @@ class Writes:
 
     def in_a_helper(x, out):
         store_in(x)
+        out[:] = x
+
+    @numba.guvectorize("(n)->(n)")
+    def guvectorized(x, out):  # for which Numba has no read-only types
+        x[0] = 77
         out[:] = x
 
 
@@ -1887,8 +1876,7 @@ class Right:
 
 
 def kernels_of(group):
-    """The functions of a class, as parameters of a test."""
-    return [pytest.param(kernel, id=name) for name, kernel in vars(group).items() if callable(kernel)]
+    return list(filter(callable, vars(group).values()))
 
 
 def plainly(kernel, x, out):
@@ -1909,19 +1897,6 @@ def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
     kernel(changed, np.zeros(4, np.float32))
     results = wrap(kernel, lambda x: (x, x), in_out_argnames=["x"])(FROM_ZERO)
     np.testing.assert_array_equal(results[0], changed)
-
-
-def test_what_is_guvectorized_and_writes_to_an_input_is_refused():
-    """Numba has no read-only types for it."""
-
-    @numba.guvectorize(["void(f4[:],f4[:],f4[:])"], "(n),(n)->(n)")
-    def add_to_both(x, y, out):
-        for i in range(x.size):
-            x[i] += y[i]
-            out[i] = x[i]
-
-    with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
-        wrap(add_to_both, FLOATS)(F32, F32)
 
 
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
@@ -1953,10 +1928,6 @@ def test_an_output_that_nditer_stores_to_is_taken():
     np.testing.assert_array_equal(wrap(doubled)(F32), 2 * F32)
 
 
-def test_a_kernel_without_outputs_needs_no_store():
-    assert wrap(lambda x: None, (), has_side_effect=True)(F32) == ()
-
-
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 
@@ -1986,24 +1957,22 @@ def accumulate(acc, x, out):
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
-    acc, x = jnp.broadcast_to(jnp.array([10.0, 5.0]), (*batch, 2)), jnp.broadcast_to(jnp.arange(4.0), (*batch, 4))
+    acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
-    np.testing.assert_array_equal(call(acc, x), np.broadcast_to([16, 5], (*batch, 2)))
-    np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
+    np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
+    assert (acc == 10).all()
 
 
 def test_xla_is_told_of_an_alias():
     """So that it copies nothing where the input is donated."""
-    donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
-    told, not_told = [copied_bytes(call, LARGE, FLOATS) for call in donating]
-    assert told < 1000 < 400_000 <= not_told
+    donating = jax.jit(accumulate, donate_argnums=0)
+    assert copied_bytes(donating, LARGE, FLOATS) < 1000
 
 
-@pytest.mark.parametrize("transform", [itself, jax.vmap])
-def test_scratch_is_no_result(transform):
+def test_scratch_is_no_result():
     """Nor is it looked at by jax_debug_nans."""
     x = np.ones((2, 3), np.float32)
-    call = transform(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
+    call = jax.vmap(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
@@ -2013,28 +1982,19 @@ def test_scratch_is_no_result(transform):
 # -- state that kernels change in place ----------------------------------------------------------------
 
 
-class Loops:
-    """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
+def set_before(k, v):
+    return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
-    def set_before(k, v):
-        return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
-    def read_before(k, v):
-        """As README says."""
+def read_before(k, v):
+    """As README says."""
 
-        def step(i, state):
-            v, total = state
-            v, y = jax.lax.optimization_barrier((v, v[i]))
-            return k(v, i), total + y
+    def step(i, state):
+        v, total = state
+        v, y = jax.lax.optimization_barrier((v, v[i]))
+        return k(v, i), total + y
 
-        return jax.lax.fori_loop(0, 9, step, (v, 0.0))
-
-    def in_a_scan_and_a_branch(k, v):
-        def step(v, i):
-            v = jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v)
-            return v, v[i]
-
-        return jax.lax.scan(step, v, jnp.arange(9))
+    return jax.lax.fori_loop(0, 9, step, (v, 0.0))
 
 
 add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
@@ -2044,25 +2004,22 @@ def add_1_in_op(v, i):
     return op_with(lambda outs: add_1_at)(v, i, outs=like_first)
 
 
-def copies_of_state(function, **options):
+def copies_of_state(function):
     """How often a program copies all of a state of this size: in all, and in loops."""
-    text = jax.jit(function, **options).lower(LARGE).compile().as_text()
+    text = jax.jit(function).lower(LARGE).compile().as_text()
     in_entry = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
 
 
-@pytest.mark.parametrize("program, k, options", [
-    *((program.values[0], add_1_at, {}) for program in kernels_of(Loops)),
-    (Loops.set_before, add_1_at, {"donate_argnums": 0}),
-    (Loops.set_before, add_1_in_op, {}),
-])  # fmt: skip
-def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k, options):
+@pytest.mark.parametrize("program, k", [(set_before, add_1_at), (set_before, add_1_in_op), (read_before, add_1_at)])
+def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k):
+    """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
     by_kernel, by_jax = partial(program, k), partial(program, lambda v, i: v.at[i].add(1))
     check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("XLA drops the barrier before it looks for copies")
-    in_all, in_loops = copies_of_state(by_kernel, **options)
-    assert in_loops == 0 and in_all <= copies_of_state(by_jax, **options)[0]
+    in_all, in_loops = copies_of_state(by_kernel)
+    assert in_loops == 0 and in_all <= copies_of_state(by_jax)[0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -2130,19 +2087,16 @@ def test_buffers_of_another_count_rank_or_dtype_are_an_error(outs, args):
     assert "'add_one' was called with other buffers" in error_of(jax.ffi.ffi_call(target, outs), *args)
 
 
-def load_copy(name):
-    """Another copy of the file in this process, under a name that it has while it is loaded."""
-    found = importlib.util.spec_from_file_location(name, xk.__file__)
-    module = importlib.util.module_from_spec(found)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, module)
-        found.loader.exec_module(module)
-    return module
-
-
 def test_copies_of_this_file_in_a_process():
     """One that is vendored under another name, and one that replaces this module."""
-    modules = xk, load_copy("package.vendored"), load_copy("xla_kernels")
+    modules = [xk]
+    for name in ("package.vendored", "xla_kernels"):
+        found = importlib.util.spec_from_file_location(name, xk.__file__)
+        module = importlib.util.module_from_spec(found)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, name, module)
+            found.loader.exec_module(module)
+        modules.append(module)
     kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
     chain = jax.jit(lambda x: functools.reduce(lambda x, kernel: kernel(x), kernels, x))
     np.testing.assert_array_equal(chain(F32), F32 + 3)
