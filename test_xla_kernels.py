@@ -1188,7 +1188,7 @@ ERRORS = {
         (TypeError, "numba.njit or a plain function; got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
         (TypeError, "got partial.*closure", wrap, partial(itself)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(itself, 3)),
-        (TypeError, "is a method.*outside of the class", wrap, lambda self, x: x),
+        (TypeError, "is a method, whose `self` is no array.*outside of the class", wrap, lambda self, x: x),
         (TypeError, "ufunc <ufunc 'sin'>; call it in a function, lambda x: np.sin(x), .*instead of target=\"parallel\"",
          wrap, np.sin),
         (TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)", wrap, abs),
@@ -1462,7 +1462,6 @@ def test_a_call_that_fails_gives_its_memory_back():
 # Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
 # ======================================================================================================
 
-
 # -- which kernels are one kernel -----------------------------------------------------------------------
 
 
@@ -1484,7 +1483,7 @@ def test_kernels_of_equal_text_differ_in_what_they_call_and_in_their_options():
     overflows = runs("total = 200; out[0] = total")
     kernels += [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)]
     results = [result_of(kernel, np.zeros(1, np.float32)) for kernel in kernels]
-    assert len(set(results)) == len(results), results
+    assert len(set(results)) == len(results)
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1736,7 +1735,7 @@ def shifted(x, y, out):
 
 
 SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-compiled_before = on_first_call(lambda: wrap(numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)))
+takes_writable = on_first_call(lambda: wrap(numba.njit("void(f4[::1],f4[::1])")(runs("out[:] = x + 1"))))
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
     "returns a scalar": (
         wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), [], {"x": VECTORS},
@@ -1749,7 +1748,7 @@ ONE_LINERS = {  # a function as it is, the same in Python, two slices of each in
     "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), [VECTORS]),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1]),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS]),
-    "explicit signature": (compiled_before, lambda x: x + 1, [VECTORS]),
+    "explicit signature": (takes_writable, lambda x: x + 1, [VECTORS]),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, [SCALARS, VECTORS]),
     "guvectorize": (wrap(numba.guvectorize("(n),()->(n)")(shifted)), np.add, [VECTORS, SCALARS]),
     "scalars": (
@@ -2060,10 +2059,9 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(code, parameters, optio
 
 def test_threads_that_wrap_one_function_get_one_kernel():
     """With a name, which no two kernels can have."""
-    triple = reads("3 * x[0]")
-    wrappers = [wrap(triple, name="wrapped_by_threads") for _ in range(3)]
+    wrappers = [wrap(name="wrapped_by_threads") for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        assert [result[0] for result in pool.map(lambda call: call(F32), wrappers)] == [3, 3, 3]
+        assert list(pool.map(lambda call: call(F32)[0], wrappers)) == [2, 2, 2]
 
 
 def test_collected_wrappers_leave_their_kernels():
@@ -2074,7 +2072,7 @@ def test_collected_wrappers_leave_their_kernels():
     wrappers.clear()
     jax.clear_caches()
     gc.collect()
-    assert [reference() for reference in references] == [None] * 3
+    assert not any(reference() for reference in references)
     assert [float(call(F32)[0]) for call in programs] == [1, 2, 3]
 
 
