@@ -1066,89 +1066,22 @@ def run_code(code, *argv, **env):
 # ======================================================================================================
 
 
-def _axpy(a, x, y):
-    return a * x + y
-
-
-def _head(x, n, alpha, out):
-    out[:] = 0
-    for i in range(n):
-        out[i] = alpha * x[i]
-
-
-def _running(x, total, out):
-    for i in range(x.size):
-        total[i] += x[i]
-        out[i] = 2 * total[i]
-
-
-@xk.numba_kernel(outs=like_first)
-def refuse_negative(x, out):
-    for i in range(x.size):
-        if x[i] < 0:
-            raise ValueError("negative element", x[i])
-        out[i] = x[i]
-
-
-def transpose_of(x):
-    return x.T
-
-
 def itself(x):
     return x
 
 
-class AMethod:
-    def kernel(self, x, out):
-        out[:] = x
-
-
-class OwnError(LookupError):
-    pass
-
-
-def raising(error):
-    return wrap(runs(f"raise {error}", OwnError=OwnError))
-
-
-@jax.custom_jvp
-def kernel_on_tangents(x):
-    return add_one(x)
-
-
-kernel_on_tangents.defjvp(lambda primals, tangents: (add_one(*primals), add_one(*tangents)))
-
-
-@jax.custom_vjp
-def kernel_in_a_rule(x):
-    return add_one(x)
-
-
-kernel_in_a_rule.defvjp(lambda x: (add_one(x), x), lambda x, ct: (add_one(x) * ct,))
-head = wrap(_head)
+head = wrap(runs("out[:] = 0\n    out[:n] = alpha * x[:n]", "x, n, alpha, out"))
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
 
-def total_of_64_bits():
-    total = numba.njit("float64(float64[::1])")(lambda x: x.sum())
-    return wrap(runs("out[0] = total(x)", total=total))
-
-
-def add_text():
-    wrap(runs("return x + 'a'", "x"))(F32)
-
-
-def add_to_input():
-    wrap(runs("x += 1; out[:] = x"))(F32)
-
-
-def one_number(x, out):
-    out[0] = x[0]
+def with_x64(kernel, x, outs=like_first):
+    with x64():
+        return wrap(kernel, outs)(x)
 
 
 def trace_cuda(kernel=None, outs=FLOATS, **options):
     """Trace a kernel of CUDA, which compiles nothing."""
-    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(one_number), outs, **options), FLOATS)
+    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(add_one.__wrapped__), outs, **options), FLOATS)
 
 
 def trace_callable(function):
@@ -1185,51 +1118,36 @@ def call_broken(outs=spec(8), backend="shape", **params):
     raise first.value
 
 
-def scale_op():
-    op = xk.XLACustomKernel("scale")
-    op.def_kernel("jax", "cpu", lambda n: lambda x: n * x)
-    return op
-
-
-def call_scale(x, outs=like_first, **params):
-    return scale_op()(x, outs=outs, **{"n": 2.0, **params})
-
-
-def with_x64(kernel, x, outs=like_first):
-    with x64():
-        return wrap(kernel, outs)(x)
-
-
-def with_scipy(call):
-    """A call by the name of a function in scipy.special, in a kernel."""
-    special = pytest.importorskip("scipy.special")
-    return wrap(runs(f"out[0] = {call}(x[0])", special=special, j0=special.j0))(F32)
-
-
-def print_in_order(x):
-    jax.debug.print("{}", x, ordered=True)
-    return x
-
-
 def op_that_calls_itself():
     op = op_adding(a=1)
     op.def_jvp_rule2(lambda t, x: op(t, outs=like_first))
     return call_op(op)
 
 
-def call_with_side_effects():
-    op = op_with(lambda: wrap(has_side_effect=True))
-    op(VECTOR, outs=like_first)
+def pickled_in_main(x):
+    """What another process reads, whose `__main__` is another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["__main__"], "op_of_main", x, raising=False)
+        data = pickle.dumps(x)
+    return pickle.loads(data)
 
 
 # What kernels cannot do, as a line of a beginner's program has it, and what the message says after Numba's reason.
+READ_ONLY_INPUTS = (
+    "its inputs are read-only, .*: write to an output (a parameter after the inputs), name what it changes in "
+    "in_out_argnames, or use input_output_aliases"
+)
 CALLS_NO_JAX = "a kernel cannot call JAX: write np. for jnp., and loops for jax.lax and jax.vmap"
 NUMBERS_ALONE = (
     "globals and closures can be numbers, tuples and NumPy arrays: what a dict, a list or an object has is an input"
 )
+C_FUNCTIONS = "Numba has no such function: there are math.erf and math.gamma; on CPUs SciPy's C functions by get_cython"
+SPECIAL = importlib.import_module("scipy.special")  # which JAX needs
 WHAT_HELPS = [
+    ("x[0] = 77", {}, READ_ONLY_INPUTS),
+    ("x += 77", {}, READ_ONLY_INPUTS),
+    ("np.add(x, 77, x)", {}, READ_ONLY_INPUTS),
     ("out[:] = jnp.sin(x)", {"jnp": jnp}, CALLS_NO_JAX),
-    ("out[:] = jax.vmap(abs)(x)", {"jax": jax}, CALLS_NO_JAX),
     ("out[:] = sin(x)", {"sin": jnp.sin}, CALLS_NO_JAX),
     ("out[:] = add(x, x)", {"add": jnp.add}, CALLS_NO_JAX),
     ("out[:] = relu(x)", {"relu": jax.nn.relu}, CALLS_NO_JAX),
@@ -1239,270 +1157,215 @@ WHAT_HELPS = [
     ("import math; out[0] = math.sin(x[0])", {}, "import outside of the kernel"),
     ("out[:] = wrapped(x)", {"wrapped": add_one},
      "a kernel cannot call a wrapper or an op: call the @numba.njit function in it, wrapper.__wrapped__"),
-    ("out[:] = op(x, out, 1)", {"op": scale_op()}, "a kernel cannot call a wrapper or an op"),
     ("copy(x, out)", {"copy": itself}, "a function that it calls needs @numba.njit (for a GPU @cuda.jit), too"),
     ("out[0] = a['gain']", {"a": {"gain": 2.0}}, NUMBERS_ALONE),
-    ("out[0] = a.adj", {"a": DESCRIBED}, NUMBERS_ALONE),
     ("out[0] = a[0]", {"a": [2.0]}, NUMBERS_ALONE),
+    ("out[0] = special.j0(x[0])", {"special": SPECIAL}, C_FUNCTIONS),
+    ("out[0] = j0(x[0])", {"j0": SPECIAL.j0}, C_FUNCTIONS),
     ("breakpoint()", {}, "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays"),
 ]  # fmt: skip
-SPECS_NO_VALUES = ": a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives"
-C_FUNCTIONS = "math.erf and math.gamma; on CPUs SciPy's C functions by get_cython_function_address, as in `bessel`"
-REGISTERED = "cpu: shape, raising, nothing, undecorated, numba; gpu: far"
-# The backend, the exception, what it says (parts of the text, with .* between them), and what is done, or called with
-# which inputs.
-ERRORS = [
-    # Numba, and what all wrappers share: when a wrapper is made
-    ("numba", TypeError, "numba.njit or a plain function; got int 3", lambda: wrap(3)),
-    ("numba", TypeError, "got partial.*closure", lambda: wrap(partial(itself))),
-    ("numba", TypeError, "got method.*outside of the class", lambda: wrap(AMethod().kernel)),
-    ("numba", TypeError, "'kernel' is a method.*outside of the class", lambda: wrap(AMethod.kernel)),
-    ("numba", TypeError, "got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
-    ("numba", TypeError, 'got ufunc.*instead of target="parallel"',
-     lambda: wrap(numba.vectorize("f4(f4)", target="parallel")(itself))),
-    ("numba", TypeError, "got ufunc <ufunc 'sin'>; call it in a function, lambda x: np.sin(x), ", lambda: wrap(np.sin)),
-    ("numba", TypeError, "got ufunc <ufunc 'erf'>; call it in a function",
-     lambda: wrap(pytest.importorskip("scipy.special").erf)),
-    ("numba", TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)",
-     lambda: wrap(abs)),
-    ("numba", TypeError, "got PjitFunction .*: give a Python function, with np. for jnp.", lambda: wrap(jnp.sin)),
-    ("numba", TypeError, "outs[1].*'f4'", lambda: wrap(outs=[FLOATS, "f4"])),
-    ("numba", TypeError, "outs is missing", lambda: wrap(outs=None)),
-    ("numba", TypeError, ".shape and .dtype", lambda: wrap(outs=jnp.float32)),
-    ("numba", ValueError, "scalars=[3]: 3 must be the name of an array parameter", lambda: wrap(scalars=3)),
-    ("numba", ValueError, "vmap_method.*'loop'", lambda: wrap(vmap_method="loop")),
-    ("numba", ValueError, "negative.*(-1,)", lambda: wrap(outs=spec(-1))),
-    ("numba", ValueError, "in_out_argnames=.*'t' must be the name of an array",
-     lambda: wrap(_running, in_out_argnames=["t"])),
-    # inputs
-    ("numba", TypeError, "input 0.*list.*leaves", lambda: add_one([1, 2])),
-    ("numba", TypeError, "input 0.*structured", lambda: wrap(itself)(np.zeros(3, "f4,i4"))),
-    ("numba", TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
-    # outputs, and what starts from an input
-    ("numba", TypeError, "output 1 is bfloat16[4], a dtype for which",
-     lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(F32)),
-    ("numba", TypeError, "outs of (float32[4]): .*missing 1 required positional argument: 'y'",
-     lambda: wrap(outs=lambda x, y: x)(F32)),
-    ("numba", TypeError, "'add_one': outs of (float32[4]): 'ShapeDtypeStruct' object is not subscriptable"
-     + SPECS_NO_VALUES, lambda: wrap(outs=lambda x: x[0])(F32)),
-    ("numba", TypeError, "has no attribute 'astype'" + SPECS_NO_VALUES,
-     lambda: wrap(outs=lambda x: x.astype("f4"))(F32)),
-    ("numba", TypeError, "'int' and 'ShapeDtypeStruct'" + SPECS_NO_VALUES, lambda: wrap(outs=lambda x: 2 * x)(F32)),
-    ("numba", TypeError, "or is a fixed capacity, with a count as one more output",
-     lambda: wrap(outs=lambda x: x[x > 1])(F32)),
-    ("numba", TypeError, "outs of (float32[4], int32[]): .* not 'ShapeDtypeStruct': a function gets specs",
-     lambda: wrap(outs=lambda x, n: spec(int(n)))(F32, np.int32(1))),
-    ("numba", TypeError, "concatenate requires ndarray .*: a function gets specs",
-     lambda: wrap(outs=lambda x: jnp.concatenate([x, x]))(F32)),
-    ("numba", TypeError, "outs: a function gets specs .*; a shape is flat, such as (2, *x.shape): .*, got (2, (4,))",
-     lambda: wrap(outs=lambda x: spec(2, x.shape))(F32)),
-    ("numba", TypeError, "outs of (float32[4]): tuple index out of range: a function gets specs",
-     lambda: wrap(outs=lambda x: spec(x.shape[1]))(F32)),
-    ("numba", TypeError, "scratch of (float32[4]): .*: a function gets specs",
-     lambda: wrap(scratch=lambda x: x[0])(F32)),
-    ("numba", ValueError, "aliases={0: -1}.*an input can start one output",
-     lambda: wrap(input_output_aliases={0: -1})(F32)),
-    ("numba", ValueError, "an output can start from one input, of equal shape and dtype",
-     lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(F32)),
-    ("numba", ValueError, "an output can start from one input",
-     lambda: wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0})(F32, F32)),
-    ("numba", ValueError, "'out' is not the name of an input.*before the other outputs",
-     lambda: wrap(_running, in_out_argnames=["out"])(F32)),
-    ("numba", ValueError, "{0: 1}, in_out_argnames=['x']: an input can start one output",
-     lambda: wrap(_running, FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1})(F32)),
-    # the arguments of the kernel
-    ("numba", TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included: it takes",
-     lambda: wrap(outs=[FLOATS] * 2)(F32)),
-    ("numba", TypeError, "a parameter cannot be keyword-only: make it an input, or a variable of the closure:",
-     lambda: wrap(runs("out[:] = x + n", "x, out, *, n=3"))(F32)),
-    ("numba", TypeError, "; a parameter cannot be keyword-only:", lambda: wrap(runs("return x + n", "x, *, n=3"))(F32)),
-    ("numba", TypeError, "got 1 by position and (alpha) by name", lambda: head(F32, alpha=F32[0])),  # n is missing
-    ("numba", TypeError, "got 1 by position and (x) by name", lambda: head(F32, x=F32)),  # by position and by keyword
-    ("numba", TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
-    ("numba", TypeError, "n[()].*scalars=", lambda: head(F32, 2, 3.0)),
-    # what the kernel does
-    ("numba", TypeError, "pure_callback", lambda: wrap(runs("with numba.objmode():\n        print()"))(F32)),
-    ("numba", TypeError, "'kernel' returns int64", lambda: wrap(runs("return x.size"))(F32)),
-    ("numba", TypeError, "not float32[:]: .*: cast by .astype(np.float32) or np.float32(...), or declare 64 bits",
-     lambda: with_x64(lambda x: 0.5 * x, F32)),
-    ("numba", TypeError, "returns int64, not int32[]: .*: cast by .astype(np.int32) or np.int32(...), or",
-     lambda: with_x64(lambda x: x + 1, np.int32(1))),
-    ("numba", TypeError, "not float32[:], float32[]: .*: cast by .astype(np.float32)",
-     lambda: with_x64(lambda x: (0.5 * x, x[0]), F32, lambda x: (x, spec()))),
-    ("numba", TypeError, "returns list(float64).*, not float32[]", lambda: wrap(lambda x: [1.0], spec())(F32)),
-    ("numba", TypeError, "returns class(float32), not float32[]", lambda: wrap(lambda x: np.float32, spec())(F32)),
-    ("numba", TypeError, "cannot compile", add_text),
-    ("numba", TypeError, "in_out_argnames", add_to_input),
-    ("numba", TypeError, "its inputs are read-only, .*: write to an output (a parameter after the inputs), name",
-     lambda: wrap(outs=FLOATS)(F32, F32)),
-    ("numba", TypeError, "; write out[i] = 1.0 for out.at[i].set(1.0):", lambda: wrap(lambda x: x.at[0].set(1.0))(F32)),
-    *[("numba", TypeError, f"; {text}", wrap(runs(line, **values)), F32) for line, values, text in WHAT_HELPS],
-    ("numba", TypeError, C_FUNCTIONS, lambda: with_scipy("special.j0")),
-    ("numba", TypeError, C_FUNCTIONS, lambda: with_scipy("j0")),
-    ("numba", TypeError, "drops the result",
-     lambda: wrap(runs("x[0] = 1; return x", "x"), FLOATS, in_out_argnames=["x"])(F32)),
-    ("numba", TypeError, "jax_enable_x64", lambda: total_of_64_bits()(F32)),
-    ("numba", TypeError, "'kernel'.*array of JAX's, which must be an input",
-     lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
-    # transformations
-    ("numba", TypeError, "jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or an XLACustomKernel's "
-     "rules; jax.lax.stop_gradient(x) for inputs that need none", lambda: jax.jvp(add_one, [F32], [F32])),
-    ("numba", TypeError, "a kernel that a rule calls needs a rule of its own where that is differentiated again",
-     lambda: jax.jacobian(jax.jacobian(kernel_in_a_rule))(F32)),
-    ("numba", NotImplementedError, "transposed, as grad of a jax.custom_jvp does where its rule calls this",
-     lambda: jax.grad(lambda x: kernel_on_tangents(x)[0])(F32)),
-    ("numba", NotImplementedError, "GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback",
-     lambda: jax.jit(add_one).trace(F32).lower(lowering_platforms=("cuda",))),
-    # when the kernel runs
-    ("numba", jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
-     lambda: wrap(transpose_of, spec(2))(F32)),
-    ("numba", jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
-     lambda: raising(f"LookupError({ODD_TEXT!r})")(F32)),
-    ("numba", jax.errors.JaxRuntimeError, "OwnError: ('mine', 3)",
-     lambda: jax.jit(raising("OwnError('mine', 3)"))(F32)),
-    ("numba", jax.errors.JaxRuntimeError, "ZeroDivisionError",
-     lambda: jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)")))(F32[None])),
-    # Numba CUDA
-    ("cuda", ValueError, "grid and block, or launch_dims", lambda: trace_cuda()),
-    ("cuda", TypeError, "got 1.5", lambda: trace_cuda(grid=1.5, block=1)),
-    ("cuda", ValueError, "2048", lambda: trace_cuda(grid=1, block=(32, 64))),
-    ("cuda", ValueError, "block.z must be from 1 to 64; got 65", lambda: trace_cuda(grid=1, block=(1, 1, 65))),
-    ("cuda", ValueError, "grid.y must be from 0 to 65535; got 65536", lambda: trace_cuda(grid=(1, 65536), block=1)),
-    ("cuda", ValueError, "got -3", lambda: trace_cuda(launch_dims=lambda x: -3)),
-    ("cuda", ValueError, "from 1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
-    ("cuda", TypeError, "threads_per_block must be an int",
-     lambda: trace_cuda(launch_dims=1, threads_per_block=(8, 8))),
-    ("cuda", ValueError, "shared_mem must be a number of bytes; got -1", lambda: trace_cuda(**BLOCK, shared_mem=-1)),
-    ("cuda", TypeError, "output 0 is bfloat16[3]", lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), **BLOCK)),
-    ("cuda", TypeError, "@cuda.jit of numba or numba_cuda_mlir", lambda: trace_cuda(numba.njit(one_number), **BLOCK)),
-    ("cuda", TypeError, "for this one there is numba_kernel", lambda: trace_cuda(numba_multiply, **BLOCK)),
-    ("cuda", TypeError, "for one kernel use numba_cuda_kernel.*int 3", lambda: trace_callable(3)),
-    ("cuda", TypeError, "names neither a kernel nor the `cuda`",
-     lambda: trace_callable(lambda x, y, out, stream: math.pi)),
-    ("cuda", TypeError, "(x, out, stream).*gives it (float32[3], .*, a stream)",
-     lambda: trace_callable(lambda x, out, stream: cuda)),
-    # Warp: arrays
-    ("warp", TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
-     lambda: trace_warp("multiply", INTEGERS, THREE)),
-    ("warp", TypeError, "JAX keeps 64 bits .* x = jnp.asarray(x, jnp.float64)",
-     lambda: trace_warp("takes_doubles", THREE)),
-    ("warp", TypeError, "'v' .*float32[:,2].*: wrong shape", lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
-    ("warp", NotImplementedError, "a launch has known dimensions",
-     lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), THREE)),
-    ("warp", ValueError, "Warp counts extents and strides in 32 bits",
-     lambda: trace_warp("multiply", spec(2**31), THREE)),
-    ("warp", ValueError, "Warp counts extents and strides in 32 bits",
-     lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
-    ("warp", TypeError, "'multiply': outs of (float32[3], float32[3]): .*: a function gets specs",
-     lambda: trace_warp("multiply", THREE, THREE, outs=lambda x, y: x[0])),
-    ("warp", TypeError, "say differentiable=True for reverse mode, or use jax.custom_vjp for grad, jax",
-     lambda: jax.jvp(product(), PAIR, PAIR)),
-    ("warp", TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs",
-     lambda: trace_warp("multiply", THREE)),
-    ("warp", TypeError, "'h' is 'Holder'; supported are .* one parameter for each field",
-     lambda: trace_warp("takes_arrays_in_structs")),
-    ("warp", TypeError, "'h' is 'Params'; supported are .* one parameter for each field",
-     lambda: trace_warp("takes_arrays_of_structs")),
-    ("warp", TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
-     lambda: trace_warp("takes_indices")),
-    ("warp", TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ",
-     lambda: trace_warp("takes_anything")),
-    # Warp: launches, and what starts from an input
-    ("warp", ValueError, "launch_dims is missing, and the shape of the first array, (), does not do",
-     lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
-    ("warp", TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
-     lambda: trace_warp("multiply", THREE, THREE, launch_dims="3")),
-    ("warp", ValueError, "1 to 4 numbers from 0 to 2147483647; got -1",
-     lambda: trace_warp("multiply", THREE, THREE, launch_dims=-1)),
-    ("warp", ValueError, "tiled=True needs launch_dims, the number of blocks",
-     lambda: trace_warp("multiply", tiled=True)),
-    ("warp", ValueError, "block_dim must be an int of at least 1; got 0", lambda: trace_warp("multiply", block_dim=0)),
-    ("warp", ValueError, "launch_dims must be 1 to 3 numbers",
-     lambda: trace_warp("multiply", THREE, THREE, tiled=True, launch_dims=(1,) * 4)),
-    ("warp", ValueError, "True does not go with in_out",
-     lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
-    # Warp: values and types
-    ("warp", TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance",
-     lambda: call_every(*EVERY, s=1)),
-    ("warp", Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
-    ("warp", Exception, " param i", lambda: call_every(*EVERY, i=1.5)),
-    ("warp", ValueError, "Failed to convert argument for param v to vec3h",
-     lambda: call_every(*EVERY, v=((1, 2), 3))),
-    ("warp", ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
-     lambda: call_every(*EVERY, i=300)),
-    ("warp", ValueError, "'i' (int8) is passed by value; .*300.*, which is",
-     lambda: call_every(*EVERY, i=np.array(300))),
-    ("warp", TypeError, "takes a function decorated with warp.kernel; got function",
-     lambda: xk.warp_kernel(like_first, spec())),
-    ("warp", ValueError, "Warp has no scalar type for dtype .*it has bool, .*float64",
-     lambda: xk.jaxtype_to_warptype(np.complex64)),
-    ("warp", ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)",
-     lambda: xk.jaxinfo_to_warpinfo(spec())),
-    # ops: calls
-    ("op", ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
-     lambda: call_broken()),
-    ("op", ValueError, f"no backend '' for platform 'cpu'; registered: {REGISTERED}", lambda: call_broken(backend="")),
-    ("op", KeyError, "raised this; backend= chooses another of <XLACustomKernel .*: cpu: shape, raising",
-     lambda: call_broken(backend="raising")),
-    ("op", TypeError, "got None", lambda: call_broken(backend="nothing")),
-    ("op", TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
-     lambda: call_broken(backend="undecorated")),
-    ("op", TypeError, "'scale': outs of (float32[4]): 'ShapedArray' object is not subscriptable" + SPECS_NO_VALUES,
-     lambda: call_scale(F32, outs=lambda x: x[0])),
-    ("op", TypeError, "'scale': outs of (float32[4]): unsupported operand .*: a function gets specs",
-     lambda: jax.jit(partial(call_scale, outs=lambda x: 2 * x))(F32)),
-    ("op", TypeError, "a callable of the inputs' specs that returns them; got <function",
-     lambda: call_scale(F32, outs=lambda x: x.T)),
-    ("op", TypeError, "'scale': the generator (.*) takes (n), .*; .* or pass what it lacks to op(...) by name",
-     lambda: scale_op()(F32, outs=FLOATS)),
-    ("op", TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
-    ("op", TypeError, "'alpha' must be hashable", lambda: call_broken(alpha=([1],))),
-    ("op", TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",
-     lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
-    ("op", TypeError, "outs of XLACustomKernel 'op' is missing: give one slice's",
-     lambda: xk.general_batching_rule(op_adding(a=1), (VECTOR,), (0,))),
-    ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
-     lambda: xk.XLACustomKernel("empty")(VECTOR, outs=like_first)),
-    ("op", NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
-     lambda: xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)),
-    # ops: what is registered
-    ("op", TypeError, "backend and platform must be names, got 1",
-     lambda: op_adding(a=1).def_kernel(1, "cpu", add_to(1))),
-    ("op", TypeError, "must be callable, got 'kernel'", lambda: op_adding(a=1).def_kernel("a", "cpu", "kernel")),
-    ("op", TypeError, "grid can be given with a ready kernel only",
-     lambda: op_adding(a=1).def_numba_kernel(add_to(1), grid=3)),
-    ("op", TypeError, "an op has no side effects", call_with_side_effects),
-    ("op", TypeError, "expected an XLACustomKernel, got 3", lambda: xk.defjvp(3)),
-    ("op", TypeError, "'wrong' is not a callable object",
-     lambda: op_adding(a=1).def_jvp_rule2(None, "wrong")),
-    ("op", TypeError, "'wrong' is not a callable object",
-     lambda: op_adding(a=1).def_vjp_rule(add_to(1), "wrong")),
-    # ops: transformations
-    ("op", NotImplementedError, "'op' has no ordered effects", lambda: call_op(op_of(print_in_order))(1.0)),
-    ("op", NotImplementedError, "no ordered effects", lambda: jax.make_jaxpr(call_op(op_of(print_in_order)))(1.0)),
-    ("op", NotImplementedError, "calls the op on tangents", lambda: jax.grad(op_that_calls_itself())(1.0)),
-    ("op", NotImplementedError, "has no jvp rule", lambda: jax.grad(call_op(op_adding(a=1)))(1.0)),
-    # wrappers: dicts
-    ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(outs={"out": FLOATS})(F32)),
-    ("numba", TypeError, "a tuple, or a NamedTuple", lambda: wrap(scratch={"s": FLOATS})(F32)),
-]  # fmt: skip
+SPECS_NO_VALUES = "a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives"
+# By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
+ERRORS = {
+    "numba": [  # and what all wrappers share: first when a wrapper is made
+        (TypeError, "numba.njit or a plain function; got CFunc", lambda: wrap(numba.cfunc("f4(f4)")(itself))),
+        (TypeError, "got partial.*closure", wrap, partial(itself)),
+        (TypeError, "got method.*outside of the class", wrap, types.MethodType(itself, 3)),
+        (TypeError, "is a method, whose `self` is no array.*outside of the class", wrap, lambda self, x: x),
+        (TypeError, "ufunc <ufunc 'sin'>; call it in a function, lambda x: np.sin(x), .*instead of target=\"parallel\"",
+         wrap, np.sin),
+        (TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)", wrap, abs),
+        (TypeError, "got PjitFunction .*: give a Python function, with np. for jnp.", wrap, jnp.sin),
+        (TypeError, "outs[1].*'f4'", wrap, itself, [FLOATS, "f4"]),
+        (TypeError, "outs is missing", wrap, itself, None),
+        (TypeError, ".shape and .dtype", wrap, itself, jnp.float32),
+        (ValueError, "negative.*(-1,)", wrap, itself, spec(-1)),
+        (ValueError, "scalars=[3]: 3 must be the name of an array parameter", lambda: wrap(scalars=3)),
+        (ValueError, "vmap_method.*'loop'", lambda: wrap(vmap_method="loop")),
+        (ValueError, "in_out_argnames=.*'t' must be the name of an array", lambda: wrap(in_out_argnames=["t"])),
+        (ValueError, "'x' is in scalars and in", lambda: wrap(in_out_argnames=["x"], scalars=["x"])),
+        # inputs
+        (TypeError, "input 0.*list.*leaves", add_one, [1, 2]),
+        (TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
+        # outputs, and what starts from an input
+        (TypeError, "output 1 is bfloat16[4], a dtype for which", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
+        (TypeError, f"'add_one': outs of (float32[4]): '>' not .*: {SPECS_NO_VALUES}.*or is a fixed capacity, with",
+         wrap(outs=lambda x: x[x > 1]), F32),
+        (TypeError, f"has no attribute 'astype': {SPECS_NO_VALUES}", wrap(outs=lambda x: x.astype("f4")), F32),
+        (TypeError, f"tuple index out of range: {SPECS_NO_VALUES}", wrap(outs=lambda x: spec(x.shape[1])), F32),
+        (TypeError, "scratch of (float32[4]): .*: a function gets specs", wrap(scratch=lambda x: x[0]), F32),
+        (TypeError, "outs: a function gets specs .*; a shape is flat, such as (2, *x.shape): .*, got (2, (4,))",
+         wrap(outs=lambda x: spec(2, x.shape)), F32),
+        (TypeError, "a tuple, or a NamedTuple", wrap(outs={"out": FLOATS}), F32),
+        (ValueError, "aliases={0: -1}.*an input can start one output", wrap(input_output_aliases={0: -1}), F32),
+        (ValueError, "an output can start from one input, of equal shape and dtype",
+         wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
+        (ValueError, "an output can start from one input",
+         wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
+        (ValueError, "'out' is not the name of an input.*before the other outputs", wrap(in_out_argnames=["out"]), F32),
+        (ValueError, "{0: 1}, in_out_argnames=['x']: an input can start one output",
+         wrap(outs=FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
+        # the arguments of the kernel
+        (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs: it takes all by position, or",
+         wrap(outs=[FLOATS] * 2), F32),
+        (TypeError, "a parameter cannot be keyword-only: make it an input, or a variable of the closure:",
+         wrap(runs("out[:] = x + n", "x, out, *, n=3")), F32),
+        (TypeError, "got 1 by position and (alpha) by name", lambda: head(F32, alpha=F32[0])),  # n is missing
+        (TypeError, "position only", lambda: wrap(lambda x, /, n, out: None)(F32, n=F32[0])),
+        (TypeError, "n[()].*scalars=", head, F32, 2, 3.0),
+        # what the kernel does
+        *[(TypeError, f"; {text}", wrap(runs(line, **values)), F32) for line, values, text in WHAT_HELPS],
+        (TypeError, "pure_callback", wrap(runs("with numba.objmode():\n        print()")), F32),
+        (TypeError, "'kernel' returns int64, not nothing: .*drops the result", wrap(runs("return x.size")), F32),
+        (TypeError, "returns int64, not int32[]: .*: cast by .astype(np.int32) or np.int32(...), or declare 64 bits",
+         with_x64, lambda x: x + 1, np.int32(1)),
+        (TypeError, "not float32[:], float32[]: .*: cast by .astype(np.float32)",
+         with_x64, lambda x: (0.5 * x, x[0]), F32, lambda x: (x, spec())),
+        (TypeError, "returns list(float64).*, not float32[]", wrap(lambda x: [1.0], spec()), F32),
+        (TypeError, "cannot compile", wrap(runs("return x + 'a'", "x")), F32),
+        (TypeError, "jax_enable_x64",
+         lambda: wrap(reads("same(x)[0]", same=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
+        (TypeError, "'kernel'.*array of JAX's, which must be an input",
+         lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
+        # transformations
+        (TypeError, "jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; "
+         "jax.lax.stop_gradient(x) for inputs that need none; a kernel that a rule calls needs a rule of its own where "
+         "that is differentiated again", lambda: jax.jvp(add_one, [F32], [F32])),
+        (NotImplementedError, "transposed, as grad of a jax.custom_jvp does where its rule calls this",
+         lambda: jax.linear_transpose(add_one, F32)(F32)),
+        (NotImplementedError, "GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback",
+         lambda: lower_for_cuda(add_one, F32)),
+        # when the kernel runs
+        (jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
+         wrap(itself, spec(2)), F32),
+        (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
+         wrap(runs(f"raise LookupError({ODD_TEXT!r})")), F32),
+        (jax.errors.JaxRuntimeError, "ZeroDivisionError",
+         lambda: jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)")))(F32[None])),
+    ],
+    "cuda": [
+        (ValueError, "grid and block, or launch_dims", trace_cuda),
+        (TypeError, "got 1.5", lambda: trace_cuda(grid=1.5, block=1)),
+        (ValueError, "2048", lambda: trace_cuda(grid=1, block=(32, 64))),
+        (ValueError, "block.z must be from 1 to 64; got 65", lambda: trace_cuda(grid=1, block=(1, 1, 65))),
+        (ValueError, "grid.y must be from 0 to 65535; got 65536", lambda: trace_cuda(grid=(1, 65536), block=1)),
+        (ValueError, "got -3", lambda: trace_cuda(launch_dims=lambda x: -3)),
+        (ValueError, "from 1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
+        (TypeError, "threads_per_block must be an int", lambda: trace_cuda(launch_dims=1, threads_per_block=(8, 8))),
+        (ValueError, "shared_mem must be a number of bytes; got -1", lambda: trace_cuda(**BLOCK, shared_mem=-1)),
+        (TypeError, "output 0 is bfloat16[3]", lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), **BLOCK)),
+        (TypeError, "@cuda.jit of numba or numba_cuda_mlir.*for this one there is numba_kernel",
+         lambda: trace_cuda(numba_multiply, **BLOCK)),
+        (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
+        (TypeError, "names neither a kernel nor the `cuda`", trace_callable, lambda x, y, out, stream: math.pi),
+        (TypeError, "(x, out, stream).*gives it (float32[3], .*, a stream)",
+         trace_callable, lambda x, out, stream: cuda),
+    ],
+    "warp": [  # arrays
+        (TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
+         lambda: trace_warp("multiply", INTEGERS, THREE)),
+        (TypeError, "JAX keeps 64 bits .* x = jnp.asarray(x, jnp.float64)", lambda: trace_warp("takes_doubles", THREE)),
+        (TypeError, "'v' .*float32[:,2].*: wrong shape", lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
+        (NotImplementedError, "a launch has known dimensions",
+         lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), THREE)),
+        (ValueError, "Warp counts extents and strides in 32 bits", lambda: trace_warp("multiply", spec(2**31), THREE)),
+        (ValueError, "Warp counts extents and strides in 32 bits",
+         lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
+        (TypeError, "say differentiable=True for reverse mode, or use jax.custom_vjp for grad, jax",
+         lambda: jax.jvp(product(), PAIR, PAIR)),
+        (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", lambda: trace_warp("multiply", THREE)),
+        (TypeError, "'h' is 'Holder'; supported are .* one parameter for each field",
+         lambda: trace_warp("takes_arrays_in_structs")),
+        (TypeError, "'h' is 'Params'; supported are .* one parameter for each field",
+         lambda: trace_warp("takes_arrays_of_structs")),
+        (TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
+         lambda: trace_warp("takes_indices")),
+        (TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ",
+         lambda: trace_warp("takes_anything")),
+        # launches, and what starts from an input
+        (ValueError, "launch_dims is missing, and the shape of the first array, (), does not do",
+         lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
+        (TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
+         lambda: trace_warp("multiply", THREE, THREE, launch_dims="3")),
+        (ValueError, "1 to 4 numbers from 0 to 2147483647; got -1",
+         lambda: trace_warp("multiply", THREE, THREE, launch_dims=-1)),
+        (ValueError, "tiled=True needs launch_dims, the number of blocks", lambda: trace_warp("multiply", tiled=True)),
+        (ValueError, "block_dim must be at least 1; got 0", lambda: trace_warp("multiply", block_dim=0)),
+        (ValueError, "launch_dims must be 1 to 3 numbers",
+         lambda: trace_warp("multiply", THREE, THREE, tiled=True, launch_dims=(1,) * 4)),
+        (ValueError, "True does not go with in_out",
+         lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
+        # values and types
+        (TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance", lambda: call_every(*EVERY, s=1)),
+        (Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
+        (ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
+         lambda: call_every(*EVERY, i=300)),
+        (ValueError, "'i' (int8) is passed by value; .*300.*, which is", lambda: call_every(*EVERY, i=np.array(300))),
+        (TypeError, "takes a function decorated with warp.kernel; got function", xk.warp_kernel, like_first, spec()),
+        (ValueError, "Warp has no scalar type for dtype .*has bool, .*float64", xk.jaxtype_to_warptype, np.complex64),
+        (ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)", xk.jaxinfo_to_warpinfo, spec()),
+    ],
+    "op": [  # calls
+        (ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])", call_broken),
+        (ValueError, "'far' for platform 'cpu'; registered: cpu: shape, raising, nothing, undecorated, numba; gpu: far",
+         call_broken, spec(8), "far"),
+        (ValueError, "no backend '' for platform 'cpu'", call_broken, spec(8), ""),
+        (KeyError, "raised this; 'cpu' has shape, raising", call_broken, spec(8), "raising"),
+        (TypeError, "got None", call_broken, spec(8), "nothing"),
+        (TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
+         call_broken, spec(8), "undecorated"),
+        (TypeError, "['alpha'] need a generator", lambda: call_broken(backend="numba", alpha=2)),
+        (TypeError, "the generator (.*) takes (n), .*; give it one .* for each, or call op(..., n=...)",
+         lambda: op_with(lambda n: itself)(F32, outs=FLOATS)),
+        (TypeError, "a callable of the inputs' specs that returns them; got <function",
+         lambda: op_adding(a=1)(F32, outs=lambda x: x.T)),
+        (TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",
+         lambda: jax.jit(call_op(op_adding(a=1)))(1.0, k=2.0)),
+        (TypeError, "outs of XLACustomKernel 'op' is missing: give one slice's",
+         lambda: xk.general_batching_rule(op_adding(a=1), (VECTOR,), (0,))),
+        (ValueError, "no call function", lambda: op_adding(a=1).call(1)),
+        (NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
+         lambda: xk.XLACustomKernel("empty")(VECTOR, outs=like_first)),
+        (NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
+         lambda: xk.XLACustomKernel("empty").benchmark(VECTOR, outs=like_first)),
+        (pickle.UnpicklingError, "op_of_main here: what is pickled by name travels by a variable of a module that both "
+         "processes import, which is not __m", pickled_in_main, xk.XLACustomKernel("of main")),
+        # what is registered
+        (TypeError, "backend and platform must be names, got 1",
+         lambda: op_adding(a=1).def_kernel(1, "cpu", add_to(1))),
+        (TypeError, "must be callable, got 'kernel'", lambda: op_adding(a=1).def_kernel("a", "cpu", "kernel")),
+        (TypeError, "grid can be given with a ready kernel only",
+         lambda: op_adding(a=1).def_numba_kernel(add_to(1), grid=3)),
+        (TypeError, "an op has no side effects",
+         lambda: op_with(lambda: wrap(has_side_effect=True))(VECTOR, outs=like_first)),
+        (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", xk.defjvp, 3),
+        (TypeError, "'wrong' is not a callable object", lambda: op_adding(a=1).def_jvp_rule2(None, "wrong")),
+        # transformations
+        (NotImplementedError, "'op' has no ordered effects",
+         lambda: jax.make_jaxpr(call_op(op_of(partial(jax.experimental.io_callback, abs, FLOATS, ordered=True))))(F32)),
+        (NotImplementedError, "calls the op on tangents", lambda: jax.grad(op_that_calls_itself())(1.0)),
+        (NotImplementedError, "has no jvp rule", lambda: jax.grad(call_op(op_adding(a=1)))(1.0)),
+    ],
+}  # fmt: skip
 
 
-def rows_of(errors, *marks):
-    """The rows as parameters of a test, which `-k` finds by backend they are and by their text."""
-    for backend, kind, text, call, *inputs in errors:
-        needed = [pytest.mark.needs("warp")] if backend == "warp" else []
-        name = " ".join(re.findall(r"\w+", text)[:6])
-        yield pytest.param(kind, text, call, inputs, marks=[*needed, *marks], id=f"{backend}: {name}")
+def all_errors():
+    """The rows as parameters of a test, which `-k` finds by backend and by text."""
+    for backend, rows in ERRORS.items():
+        marks = [pytest.mark.needs("warp")] if backend == "warp" else []
+        for kind, text, call, *inputs in rows:
+            name = " ".join(re.findall(r"\w+", text)[:6])
+            yield pytest.param(kind, text, call, inputs, marks=marks, id=f"{backend}: {name}")
 
 
-@pytest.mark.parametrize("kind, text, call, inputs", list(rows_of(ERRORS)))
+@pytest.mark.parametrize("kind, text, call, inputs", list(all_errors()))
 def test_mistakes_are_refused(kind, text, call, inputs):
     pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
     with pytest.raises(kind) as caught:
         jax.block_until_ready(call(*inputs))
     first_line = str(caught.value).partition("\n")[0]  # below it may stand what Numba says
     assert re.search(pattern, "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
+    assert "'NoneType' object" not in str(caught.value)  # as Numba says from inside
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
 
 
@@ -1512,7 +1375,7 @@ FIXES = {  # as the messages have them: a kernel, its outs, and what is right
     "64 bits in outs": (lambda x: 0.5 * x, spec(4, dtype=np.float64), F32 / 2),
     "lambda x: np.sin(x)": (lambda x: np.sin(x), FLOATS, np.sin(F32)),
     "eval_shape": (lambda x: x[:2] + x[2:], lambda x: jax.eval_shape(lambda x: x[:2] + x[2:], x), F32[:2] * 2),
-    "(2, *x.shape)": (lambda x: np.stack((x, x)), lambda x: spec(2, *x.shape), np.ones((2, 4))),
+    "(2, *x.shape)": (runs("out[0] = x; out[1] = x"), lambda x: spec(2, *x.shape), np.ones((2, 4))),
     "wrapper.__wrapped__": (runs("f(x, out)", f=numba.njit(add_one.__wrapped__)), FLOATS, F32 + 1),
 }
 
@@ -1528,14 +1391,7 @@ def test_an_input_that_needs_no_gradient_needs_no_derivative():
     np.testing.assert_array_equal(derivative(F32, F32), F32 + 1)
 
 
-@pytest.mark.parametrize("mistake, hint", [(add_text, "must return"), (add_to_input, "has no attribute 'args'")])
-def test_hints_that_do_not_help_are_not_given(mistake, hint):
-    with pytest.raises(TypeError) as caught:
-        mistake()
-    assert hint not in str(caught.value)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int4"])
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
 def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted(dtype):
     x = jnp.array([0, 1, 1, 2]).astype(dtype)
     with pytest.raises(TypeError, match=rf"'add_one': input 0 is {dtype}\[4\]") as caught:
@@ -1545,12 +1401,16 @@ def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_p
     np.testing.assert_array_equal(result.astype(int), [1, 2, 2, 3])
 
 
-def test_op_backend_of_another_platform_can_be_traced_and_lowered_there_alone():
-    call = partial(broken_op(), outs=like_first, backend="far")
-    assert "stablehlo.add" in lower_for_cuda(call, VECTOR)
-    for function, x in ((call, VECTOR), (jax.jit(call), VECTOR), (jax.vmap(call), ROWS)):
-        with pytest.raises(ValueError, match="no backend 'far' for platform 'cpu'"):
-            function(x)
+def test_op_backend_of_another_platform_can_be_lowered_there():
+    assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
+
+
+@xk.numba_kernel(outs=like_first)
+def refuse_negative(x, out):
+    for i in range(x.size):
+        if x[i] < 0:
+            raise ValueError("negative element", x[i])
+        out[i] = x[i]
 
 
 def test_threads_that_raise_in_a_loop():
@@ -1570,7 +1430,7 @@ def test_threads_that_raise_in_a_loop():
 
 def test_a_call_that_fails_gives_its_memory_back():
     """References: each that a failing call kept would be some ten blocks a call.  jax 0.9 keeps three itself."""
-    call = jax.jit(raising("LookupError('no such number')"))
+    call = jax.jit(wrap(runs("raise LookupError('no such number')")))
     for _ in range(20):
         error_of(call, F32)
     gc.collect()
@@ -1584,7 +1444,6 @@ def test_a_call_that_fails_gives_its_memory_back():
 # ======================================================================================================
 # Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
 # ======================================================================================================
-
 
 # -- which kernels are one kernel -----------------------------------------------------------------------
 
@@ -1600,19 +1459,14 @@ def closures(expression, values):
     return list(map(kernel_from(source, name="make"), values))
 
 
-def overflows(x, out):
-    total = 100 * int(x[0] + 1)
-    total += 100
-    out[0] = total
-
-
 def test_kernels_of_equal_text_differ_in_what_they_call_and_in_their_options():
     """For numbers and arrays see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
-    helpers = [helper("a + 1"), helper("a + n", n=2), helper("a + 4", numba.vectorize)]
-    kernels = closures("v(x[0] + 1)", [math.sin, math.cos, np.tan, abs, *helpers])
+    helpers = [helper("a + n", n=2), helper("a + n", n=3), helper("a + 4", numba.vectorize)]
+    kernels = closures("v(x[0] + 1)", [math.sin, math.cos, *helpers])
+    overflows = runs("total = 200; out[0] = total")
     kernels += [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)]
     results = [result_of(kernel, np.zeros(1, np.float32)) for kernel in kernels]
-    assert len(set(results)) == len(results), results
+    assert len(set(results)) == len(results)
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1651,59 +1505,56 @@ def compiled_functions():
     names += [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
 
 
-def test_a_kernel_that_is_made_again_for_each_shape_is_compiled_once():
-    """If it reads exact constants and stable modules alone."""
+@pytest.mark.parametrize("jit", [itself, numba.njit])
+def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_value(jit):
+    """A tuple, a type or an array; not for each shape."""
+    twice, table = numba.njit(lambda a: 2 * a), np.array([1.0, 2.5])
 
-    def make(factor):
+    def make(factors, kind, table):
         def kernel(x, out):
             for i in range(x.size):
-                out[i] = factor * np.sqrt(2 * x[i])
+                out[i] = twice(factors[0] * x[i]) + kind(table[1])
 
         return kernel
 
-    for factor, jit, count in ((2.0, itself, 1), (3.0, itself, 1), (3.0, numba.njit, 1), (2.0, itself, 0)):
+    for values, count, expected in [
+        (((3,), numba.float32, table), 1, 8.5),
+        (((4,), numba.float32, table), 1, 10.5),
+        (((3,), numba.int8, table), 1, 8),
+        (((3,), numba.float32, 2 * table), 1, 11),
+        (((3,), numba.float32, table.copy()), 0, 8.5),
+    ]:
         with compiled_functions() as names:
             for n in (1, 2, 3):
-                np.testing.assert_array_equal(wrap(jit(make(factor)))(np.full(n, 2, np.float32)), [2 * factor] * n)
+                np.testing.assert_array_equal(wrap(jit(make(*values)))(np.ones(n, np.float32)), [expected] * n)
         assert names.count("kernel") == count
-
-
-def test_a_plain_function_that_is_wrapped_again_is_compiled_once():
-    """Also one with a helper, a type and an array, until what it reads is another value."""
-    function = runs("out[:] = twice(x) + table[1] + kind(x[0])", twice=numba.njit(lambda x: 2 * x))
-    array, another = np.arange(2.0), np.array([0.0, 5.0])
-    for table, kind, expected in ((array, numba.int8, 645), (another, numba.int8, 649), (array, numba.int16, 901)):
-        function.__globals__.update(table=table, kind=kind)
-        for is_new in (True, False):
-            with compiled_functions() as names:
-                assert result_of(function, np.full(3, 300, np.float32)) == expected
-            assert names.count("kernel") == is_new
 
 
 def test_what_is_compiled_is_logged(caplog):
     caplog.set_level("DEBUG", logger=xk.__name__)
-    wrap(runs("out[:] = x + 0.5"), vmap_method="sequential")(F32)
+    wrap(runs("out[0] = x[0] + 0.5"), vmap_method="sequential")(F32)
     assert re.search(r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order", caplog.text)
 
 
 def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
     """Which is given once."""
     assert xk._MANY == 50
-    monkeypatch.setattr(xk, "_MANY", 5)
-    kernels = [runs("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(6)]
-    with pytest.warns(UserWarning, match="compiled 5 times.*make it once") as caught:
+    monkeypatch.setattr(xk, "_MANY", 3)
+    kernels = [runs("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(4)]
+    with pytest.warns(UserWarning, match="compiled 3 times.*make it once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), F32)
-    assert result_of(kernels[0]) == result_of(kernels[5]) == 2
+    assert result_of(kernels[0]) == result_of(kernels[3]) == 2
     assert [warning.filename for warning in caught] == [__file__]
 
 
-@pytest.mark.parametrize("size, step", [(4, 1), (4, 2), (200_000, 1)])
+@pytest.mark.xfail(reason="such kernels are one if their arrays were equal once", strict=True)
+@pytest.mark.parametrize("size, step", [(4, 2), (200_000, 1)])
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
-    array = np.ones(size)[::step]
-    for value, read in ((1, array), (2, array), (1, np.ones(size)[::step])):
-        array[:] = value
+    array, equal = np.ones(size)[::step], np.ones(size)[::step]
+    for value, read in ((1, array), (2, array), (1, equal)):
+        array[:] = max(value, array[0])
         (kernel,) = closures("x[0] + v[0]", [read])
         assert result_of(kernel) == 1 + value
 
@@ -1718,29 +1569,22 @@ def test_copies_and_pickles_of_what_has_a_variable_are_the_object(name):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-@pytest.mark.parametrize("make, name", [
-    (lambda: xk.XLACustomKernel("local"), "local"),
-    pytest.param(lambda: product(), "multiply", marks=pytest.mark.needs("warp")),
+@pytest.mark.parametrize("make", [
+    lambda: xk.XLACustomKernel("local"), pytest.param(lambda: product(), marks=pytest.mark.needs("warp")),
 ], ids=["op", "warp"])  # fmt: skip
-def test_what_has_no_variable_and_no_value_cannot_be_pickled(make, name):
-    with pytest.raises(pickle.PicklingError, match=rf"'.*{name}'.*in a variable of a module"):
+def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
+    with pytest.raises(pickle.PicklingError, match=r"'(local|multiply)'.*in a variable of a module"):
         pickle.dumps(make())
-
-
-def divided_by(c):
-    return wrap(numba.njit(fastmath=True)(lambda x: x / c))
 
 
 def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):
     """Or with one of `__main__`, which another process has not."""
+    divisor = 2
+    local = wrap(numba.njit(fastmath=True)(lambda x: x / divisor))
     of_main = wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
     monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
-    for kernel in (divided_by(2), of_main):
-        np.testing.assert_array_equal(another_process().submit(call_on_ones, kernel).result(), F32 / 2)
-
-
-def call_on_ones(kernel):
-    return np.asarray(kernel(F32))
+    for kernel in (local, of_main):
+        np.testing.assert_array_equal(another_process().submit(kernel, F32).result(), F32 / 2)
 
 
 # -- transformations -----------------------------------------------------------------------------------
@@ -1779,15 +1623,15 @@ def running_sum(x, y, out, total):
 
 def running_sum_in_jax(x, y):
     start = (x.size * y).astype(x.dtype)
-    out = start + x.ravel().cumsum(dtype=x.dtype)
-    return out.reshape(x.shape), start + x.sum(dtype=x.dtype)
+    up_to_each = np.tri(x.size, dtype=x.dtype) @ x.ravel()
+    return start + up_to_each.reshape(x.shape), start + x.sum(dtype=x.dtype)
 
 
 def random_nest(rng, rank, dtype):
     """Operands, and for each vmap over them, from the outermost in, its axes."""
-    shapes = {"x": rng.choice([0, 1, 2, 3, 5, 7], rank, p=[0.06, 0.2, 0.2, 0.2, 0.2, 0.14]).tolist(), "y": []}
+    shapes = {"x": rng.choice([0, 1, 1, 2, 2, 3, 3, 5, 5], rank).tolist(), "y": []}
     nest = []
-    for size in rng.choice([0, 1, 2, 3], rng.integers(0, 4), p=[0.08, 0.22, 0.35, 0.35]).tolist():
+    for size in rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 3], rng.integers(0, 4)).tolist():
         axes = {"x": None, "y": None}
         for name in (["x"], ["y"], ["x", "y"])[rng.integers(3)]:
             axes[name] = int(rng.integers(0, len(shapes[name]) + 1))
@@ -1829,22 +1673,21 @@ def spin_on_a_thread(x, thread):
 
 
 @pytest.mark.needs("cores")
-@pytest.mark.parametrize("method", ["sequential", "sequential_unrolled", None])
+@pytest.mark.parametrize("method", ["sequential_unrolled", None])
 def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
     call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
     x = np.arange(128.0).reshape(2, 64, 1)
-    in_order = method in ("sequential", "sequential_unrolled")
     with x64(True):
         in_batches = jax.jit(jax.vmap(jax.vmap(call)))
         expected = [[call(value)[0] for value in row] for row in x]
-        for _ in range(20 if in_order else 100):  # a busy machine may leave the caller alone
+        for _ in range(20 if method else 100):  # a busy machine may leave the caller alone
             sums, threads = in_batches(x)
             np.testing.assert_array_equal(sums, expected)
             on_one_thread = len(np.unique(threads)) == 1
             if not on_one_thread:
                 break
-    assert on_one_thread == in_order
+    assert on_one_thread == bool(method)
 
 
 # -- kernels -------------------------------------------------------------------------------------------
@@ -1860,27 +1703,12 @@ def test_wrappers_show_their_kernel_and_a_signature():
     np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
 
 
-def _scaled_head(x, n, alpha):
-    return np.where(np.arange(x.size) < n, alpha * x, 0).astype(np.float32)
-
-
 def _swap(x, y):
     return y, x
 
 
 def _sum_and_twice(x):
-    return x.sum(), (2 * x, x.size)
-
-
-def _sums_of_int32(x):
-    return x.sum(), (2 * x, np.int32(x.size))
-
-
-SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-THREE_INPUTS = [SCALARS, VECTORS, VECTORS + 1]
-THREE_FLOATS, COUNT = spec(3), spec(dtype=np.int32)
-TWO_COUNTS = np.full(2, 2, np.int32)
-in_out = wrap(_running, lambda x, total: (total, x), in_out_argnames=iter(["total"]), zero_outputs=True)
+    return x.sum(), (2 * x, x.mean())
 
 
 def shifted(x, y, out):
@@ -1888,51 +1716,39 @@ def shifted(x, y, out):
         out[i] = x[i] + y
 
 
-@functools.cache
-def typed_add_one():
-    """Compiled for writable arrays alone."""
-    return numba.njit(["void(f8[:],f8[:])", "void(f4[::1],f4[::1])"])(add_one.__wrapped__)
-
-
-def guvectorized():
-    return wrap(numba.guvectorize("(n),()->(n)")(shifted), THREE_FLOATS)
-
-
-call_typed = on_first_call(lambda: wrap(typed_add_one()))
-
-
-def calls_typed_add_one():
-    add = typed_add_one()
-
-    def kernel(x, out):
-        add(x, out)
-
-    return wrap(kernel)
-
-
+SCALARS, VECTORS = np.array([1.25, 1.5], np.float32), np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
+takes_writable = on_first_call(lambda: wrap(numba.njit("void(f4[::1],f4[::1])")(runs("out[:] = x + 1"))))
 ONE_LINERS = {  # a function as it is, the same in Python, two slices of each input, and of those that go by keyword
-    "returns a scalar": (wrap(lambda x: x.mean(), spec(), scratch=()), lambda x: x.mean(), [], {"x": VECTORS}),
-    "returns another layout": (wrap(transpose_of, spec(3, 1)), np.transpose, [VECTORS[:, None]], {}),
-    "returns a tuple": (wrap(_sum_and_twice, (spec(), (THREE_FLOATS, COUNT))), _sums_of_int32, [VECTORS], {}),
+    "returns a scalar": (
+        wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), [], {"x": VECTORS},
+    ),
+    "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, [VECTORS[:, None]]),
+    "returns a tuple": (wrap(_sum_and_twice, (spec(), (spec(3), spec())), scratch=()), _sum_and_twice, [VECTORS]),
     "returns what outputs start as": (
-        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, [VECTORS, -VECTORS], {},
+        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, [VECTORS, -VECTORS],
     ),
-    "a view by strides": (
-        wrap(runs("out[:] = x[:, 1]"), spec(2)), lambda x: x[:, 1], [np.arange(12, dtype="f4").reshape(2, 2, 3)], {},
+    "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), [VECTORS]),
+    "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1]),
+    "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS]),
+    "explicit signature": (takes_writable, lambda x: x + 1, [VECTORS]),
+    "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, [SCALARS, VECTORS]),
+    "guvectorize": (wrap(numba.guvectorize("(n),()->(n)")(shifted)), np.add, [VECTORS, SCALARS]),
+    "scalars": (
+        wrap(head.__wrapped__, scalars=True), lambda x, n, alpha: np.where(np.arange(x.size) < n, alpha * x, 0),
+        [VECTORS], {"alpha": SCALARS, "n": np.full(2, 2, np.int32)},
     ),
-    "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, [VECTORS, VECTORS + 1], {}),
-    "a name of any object": (wrap(runs("out[:] = x.ndim * x", ndim=DESCRIBED)), like_first, [VECTORS], {}),
-    "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), lambda x: 3 * x, [VECTORS], {}),
-    "typed": (call_typed, lambda x: x + 1, [VECTORS], {}),
-    "vectorize": (wrap(numba.vectorize(_axpy), like_last), _axpy, THREE_INPUTS, {}),
-    "guvectorize": (on_first_call(guvectorized), np.add, [VECTORS, SCALARS], {}),
-    "scalars": (wrap(_head, scalars=True), _scaled_head, [VECTORS], {"alpha": SCALARS, "n": TWO_COUNTS}),
-    "in-out": (in_out, lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1}),
+    "in-out": (
+        wrap(runs("total += x; out[:] = 2 * total", "x, total, out"), lambda *ins: ins[::-1],
+             in_out_argnames=iter(["total"]), zero_outputs=True),
+        lambda x, total: (x + total, 2 * (x + total)), [VECTORS], {"total": VECTORS + 1},
+    ),
 }  # fmt: skip
 
 
-def check_slices(function, expected, inputs, named):
-    """Compare the two slices of all inputs, alone and under vmap."""
+@pytest.mark.parametrize("name", ONE_LINERS)
+def test_numba_functions_in_one_line(name):
+    """Two slices of all inputs, alone and under vmap."""
+    function, expected, inputs, named = (*ONE_LINERS[name], {})[:4]
 
     def slices_of(function):
         slices = [jax.tree.map(operator.itemgetter(i), (inputs, named)) for i in range(2)]
@@ -1944,33 +1760,16 @@ def check_slices(function, expected, inputs, named):
         check_close(found, slices_of(expected), 1e-6)
 
 
-@pytest.mark.parametrize("name", ONE_LINERS)
-def test_numba_functions_in_one_line(name):
-    check_slices(*ONE_LINERS[name])
-
-
 # -- inputs are never changed, and outputs start from something ------------------------------------------
 # The library reads the source of these kernels, so they are functions of this file.
 
 ONES_4 = np.ones((4, 4), np.float32)
-add_in_place = numba.vectorize(lambda a, b: a + b)
+jitted_add_one = numba.njit(add_one.__wrapped__)
 
 
 @numba.njit
 def store_in(array):
     array.flat[0] = 77
-
-
-@numba.njit
-def add_into(total, x):
-    for i in range(x.size):
-        total[i] += x[i]
-
-
-@numba.njit
-def copy_into(out, x):
-    for i in range(x.size):
-        out[i] = x[i]
 
 
 class Writes:
@@ -1996,18 +1795,10 @@ class Writes:
         store_in(x)
         out[:] = x
 
-    def in_a_second_step(x, out):
-        target = np.zeros_like(x)
-        for _ in range(2):
-            target.flat[0] = 77
-            target = x[1:]
+    @numba.guvectorize("(n)->(n)")
+    def guvectorized(x, out):  # for which Numba has no read-only types
+        x[0] = 77
         out[:] = x
-
-    def swapped(x, out):
-        source, target = x, out
-        source, target = target, source
-        out[:] = x
-        target.flat[0] = 77
 
 
 class OnlyUpdates:
@@ -2017,26 +1808,12 @@ class OnlyUpdates:
         for i in range(x.size):
             out[i] += x[i]
 
-    def a_histogram(x, out):
-        for v in x:
-            out[int(v)] += 1
-
-    def by_a_view(x, out):
-        tail = out[1:]
-        tail[0] += x[0]
-
-    def in_a_helper(x, out):
-        add_into(out, x)
-
     def written_out_in_one_branch(x, out):
         if x[0] > 0:
             out[0] = out[0] - x[0]
 
     def assigned_anew(x, out):
         out = 2 * x  # noqa: F841
-
-    def nothing(x, out):
-        pass
 
 
 class Right:
@@ -2053,11 +1830,8 @@ class Right:
     def by_a_ufunc(x, out):
         np.add(x, x, out)
 
-    def vectorized(x, out):
-        add_in_place(x, x, out)
-
     def starred(x, out):
-        copy_into(*(out, x))
+        jitted_add_one(*(x, out))
 
     def annotated(x, out):
         o: np.ndarray = out
@@ -2067,11 +1841,6 @@ class Right:
         out.fill(1)
         for i in range(x.size):
             out[i] += x[i]
-
-    def by_a_view(x, out):
-        first, tail = out[:1], out[1:]
-        first[:] = x[:1]
-        tail[:] = x[1:]
 
     def a_product(x, out):
         np.dot(ONES_4, x, out)
@@ -2088,8 +1857,7 @@ class Right:
 
 
 def kernels_of(group):
-    """The functions of a class, as parameters of a test."""
-    return [pytest.param(kernel, id=name) for name, kernel in vars(group).items() if callable(kernel)]
+    return list(filter(callable, vars(group).values()))
 
 
 def plainly(kernel, x, out):
@@ -2101,58 +1869,28 @@ def plainly(kernel, x, out):
 FROM_ZERO = np.arange(4, dtype=np.float32)
 
 
-@pytest.mark.parametrize("code", [
-    "x[0] = 77", "x[x > 0] = 77", "x += 77", "x.T[0] = 77", "np.add(x, 77, x)", "add_in_place(x, out, x)",
-])  # fmt: skip
-def test_what_numba_refuses_is_refused_in_words_of_jax(code):
-    with pytest.raises(TypeError, match=r"(?s)inputs are read-only, .*input_output_aliases"):
-        wrap(runs(f"{code}; out[:] = x", add_in_place=add_in_place))(F32)
-
-
 @pytest.mark.parametrize("kernel", kernels_of(Writes))
 def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
     """With a way out, by which it gives what Python gives."""
     with pytest.raises(TypeError, match=r"(?s)kernel.*in_out_argnames"):
         wrap(kernel)(F32)
-    x = np.array([4, np.nan, 2, 1], np.float32)
-    changed = x.copy()
+    changed = FROM_ZERO.copy()
     kernel(changed, np.zeros(4, np.float32))
-    results = wrap(kernel, lambda x: (x, x), in_out_argnames=["x"])(x)
+    results = wrap(kernel, lambda x: (x, x), in_out_argnames=["x"])(FROM_ZERO)
     np.testing.assert_array_equal(results[0], changed)
-
-
-def test_what_is_guvectorized_and_writes_to_an_input_is_refused():
-    """Numba has no read-only types for it."""
-
-    def add_to_both(x, y, out):
-        for i in range(x.size):
-            x[i] += y[i]
-            out[i] = x[i]
-
-    for signatures in ([["void(f4[:],f4[:],f4[:])"]], []):
-        with pytest.raises(TypeError, match=r"(?s)'x'.*in_out_argnames"):
-            wrap(numba.guvectorize(*signatures, "(n),(n)->(n)")(add_to_both), FLOATS)(F32, F32)
 
 
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
 def test_a_kernel_that_only_updates_an_output_is_refused(kernel):
-    for jit in (itself, numba.njit, numba.njit(parallel=True)):
-        with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
-            jax.eval_shape(wrap(jit(kernel)), F32)
-
-
-@pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
-def test_an_output_that_is_updated_starts_from_zeros_or_from_an_input(kernel):
-    """In each slice, and also in memory that was in use before."""
+    """With ways out: it starts from zeros, in each slice and in memory that was in use, or from an input."""
+    with pytest.raises(TypeError, match=r"(?s)'out'.*zero_outputs=True"):
+        jax.eval_shape(wrap(numba.njit(kernel)), F32)
+    assert jax.eval_shape(wrap(kernel, zero_outputs=False), F32) == FLOATS
     zeroed, aliased = wrap(kernel, zero_outputs=True), wrap(kernel, input_output_aliases={0: 0})
     from_zeros = plainly(kernel, FROM_ZERO, np.zeros(4, np.float32))
     for _ in range(2):
         np.testing.assert_array_equal(jax.vmap(zeroed)(np.stack([FROM_ZERO] * 2)), [from_zeros] * 2)
     np.testing.assert_array_equal(aliased(FROM_ZERO), plainly(kernel, FROM_ZERO, FROM_ZERO.copy()))
-
-
-def test_zero_outputs_false_takes_what_only_updates():
-    assert jax.eval_shape(wrap(OnlyUpdates.each_element, zero_outputs=False), F32) == FLOATS
 
 
 @pytest.mark.parametrize("kernel", kernels_of(Right))
@@ -2171,21 +1909,18 @@ def test_an_output_that_nditer_stores_to_is_taken():
     np.testing.assert_array_equal(wrap(doubled)(F32), 2 * F32)
 
 
-def test_a_kernel_without_outputs_needs_no_store():
-    assert wrap(lambda x: None, (), has_side_effect=True)(F32) == ()
-
-
 LARGE = spec(100_000)  # XLA keeps some bytes for itself
-
-
-def reads_both(x, y, out):
-    out[0] = x[0] + y[-1]
 
 
 def test_no_input_is_copied():
     """Not even for a function that is compiled for writable arrays alone, nor one that all slices share."""
-    shared = jax.vmap(wrap(reads_both), (0, None))
-    for kernel, *specs in ((calls_typed_add_one(), LARGE), (shared, spec(8, 1), LARGE)):
+    add = numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)
+
+    def calls_add(x, out):
+        add(x, out)
+
+    shared = jax.vmap(wrap(runs("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
+    for kernel, *specs in ((wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)):
         results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
         np.testing.assert_array_equal(results, np.full(results.shape, 2))
         assert 0 <= copied_bytes(kernel, *specs) < 1000
@@ -2203,24 +1938,22 @@ def accumulate(acc, x, out):
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
-    acc, x = jnp.broadcast_to(jnp.array([10.0, 5.0]), (*batch, 2)), jnp.broadcast_to(jnp.arange(4.0), (*batch, 4))
+    acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
-    np.testing.assert_array_equal(call(acc, x), np.broadcast_to([16, 5], (*batch, 2)))
-    np.testing.assert_array_equal(acc, np.broadcast_to([10, 5], (*batch, 2)))
+    np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
+    assert (acc == 10).all()
 
 
 def test_xla_is_told_of_an_alias():
     """So that it copies nothing where the input is donated."""
-    donating = [jax.jit(call, donate_argnums=0) for call in (accumulate, lambda acc, x: add_one(acc))]
-    told, not_told = [copied_bytes(call, LARGE, FLOATS) for call in donating]
-    assert told < 1000 < 400_000 <= not_told
+    donating = jax.jit(accumulate, donate_argnums=0)
+    assert copied_bytes(donating, LARGE, FLOATS) < 1000
 
 
-@pytest.mark.parametrize("transform", [itself, jax.jit, jax.vmap])
-def test_scratch_is_no_result(transform):
+def test_scratch_is_no_result():
     """Nor is it looked at by jax_debug_nans."""
     x = np.ones((2, 3), np.float32)
-    call = transform(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
+    call = jax.vmap(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
@@ -2230,28 +1963,19 @@ def test_scratch_is_no_result(transform):
 # -- state that kernels change in place ----------------------------------------------------------------
 
 
-class Loops:
-    """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
+def set_before(k, v):
+    return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
-    def set_before(k, v):
-        return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
-    def read_before(k, v):
-        """As README says."""
+def read_before(k, v):
+    """As README says."""
 
-        def step(i, state):
-            v, total = state
-            v, y = jax.lax.optimization_barrier((v, v[i]))
-            return k(v, i), total + y
+    def step(i, state):
+        v, total = state
+        v, y = jax.lax.optimization_barrier((v, v[i]))
+        return k(v, i), total + y
 
-        return jax.lax.fori_loop(0, 9, step, (v, 0.0))
-
-    def in_a_scan_and_a_branch(k, v):
-        def step(v, i):
-            v = jax.lax.cond(i % 2 == 0, lambda v: k(v.at[i].set(2), i), lambda v: v, v)
-            return v, v[i]
-
-        return jax.lax.scan(step, v, jnp.arange(9))
+    return jax.lax.fori_loop(0, 9, step, (v, 0.0))
 
 
 add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
@@ -2261,39 +1985,34 @@ def add_1_in_op(v, i):
     return op_with(lambda outs: add_1_at)(v, i, outs=like_first)
 
 
-def copies_of_state(function, **options):
+def copies_of_state(function):
     """How often a program copies all of a state of this size: in all, and in loops."""
-    text = jax.jit(function, **options).lower(LARGE).compile().as_text()
+    text = jax.jit(function).lower(LARGE).compile().as_text()
     in_entry = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
 
 
-@pytest.mark.parametrize("program, k, options", [
-    *((program.values[0], add_1_at, {}) for program in kernels_of(Loops)),
-    (Loops.set_before, add_1_at, {"donate_argnums": 0}),
-    (Loops.set_before, add_1_in_op, {}),
-])  # fmt: skip
-def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k, options):
+@pytest.mark.parametrize("program, k", [(set_before, add_1_at), (set_before, add_1_in_op), (read_before, add_1_at)])
+def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k):
+    """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
     by_kernel, by_jax = partial(program, k), partial(program, lambda v, i: v.at[i].add(1))
     check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("XLA drops the barrier before it looks for copies")
-    in_all, in_loops = copies_of_state(by_kernel, **options)
-    assert in_loops == 0 and in_all <= copies_of_state(by_jax, **options)[0]
+    in_all, in_loops = copies_of_state(by_kernel)
+    assert in_loops == 0 and in_all <= copies_of_state(by_jax)[0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_side_effect_keeps_unused_and_equal_calls(kept):
     call = wrap(has_side_effect=kept)
 
-    def unused_in_a_scan(x):
-        return jax.lax.scan(lambda carry, _: (2 * carry, call(carry).sum()), x, None, length=3)[0]
+    def twice_in_a_scan(x):
+        return jax.lax.scan(lambda carry, _: (2 * carry, (call(carry), call(carry))), x, None, length=3)[0]
 
-    in_a_scan = jax.jit(unused_in_a_scan).lower(FLOATS).compile()
-    assert ("custom-call" in in_a_scan.as_text()) == kept
-    np.testing.assert_array_equal(in_a_scan(F32), 8 * F32)
-    twice = jax.jit(lambda x: (call(x), call(x))).lower(FLOATS).compile()
-    assert twice.as_text().count("custom-call(") == (2 if kept else 1)
+    program = jax.jit(twice_in_a_scan).lower(FLOATS).compile()
+    assert program.as_text().count("custom-call(") == (2 if kept else 0)
+    np.testing.assert_array_equal(program(F32), 8 * F32)
 
 
 @pytest.mark.parametrize("code, parameters, options", [
@@ -2322,38 +2041,35 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(code, parameters, optio
 
 def test_threads_that_wrap_one_function_get_one_kernel():
     """With a name, which no two kernels can have."""
-    triple = runs("out[:] = 3 * x")
-    wrappers = [xk.numba_kernel(triple, like_first, name="wrapped_by_threads") for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        for result in pool.map(lambda call: call(F32), wrappers):
-            np.testing.assert_array_equal(result, 3 * F32)
+    wrappers = [wrap(name="wrapped_by_threads") for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda call: call(F32)[0], wrappers)) == [2, 2, 2]
 
 
 def test_collected_wrappers_leave_their_kernels():
     """XLA keeps raw pointers to what was registered."""
-    wrappers = [wrap(reads("x[0] + value", value=value)) for value in range(10)]
+    wrappers = [wrap(reads("x[0] + value", value=value)) for value in range(3)]
     programs = [jax.jit(wrapper).lower(F32).compile() for wrapper in wrappers]
     references = list(map(weakref.ref, wrappers))
     wrappers.clear()
     jax.clear_caches()
     gc.collect()
-    assert [reference() for reference in references] == [None] * 10
-    assert [float(call(F32)[0]) for call in programs] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert not any(reference() for reference in references)
+    assert [float(call(F32)[0]) for call in programs] == [1, 2, 3]
 
 
-def load_copy(name, path=xk.__file__):
-    """Another copy of the file in this process, under a name that it has while it is loaded."""
-    found = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(found)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, module)
-        found.loader.exec_module(module)
-    return module
 
 
 def test_copies_of_this_file_in_a_process():
     """One that is vendored under another name, and one that replaces this module."""
-    modules = xk, load_copy("package.vendored"), load_copy("xla_kernels")
+    modules = [xk]
+    for name in ("package.vendored", "xla_kernels"):
+        found = importlib.util.spec_from_file_location(name, xk.__file__)
+        module = importlib.util.module_from_spec(found)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, name, module)
+            found.loader.exec_module(module)
+        modules.append(module)
     kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
     chain = jax.jit(lambda x: functools.reduce(lambda x, kernel: kernel(x), kernels, x))
     np.testing.assert_array_equal(chain(F32), F32 + 3)
@@ -2370,30 +2086,26 @@ def load_beside_another(program):
 
 def executables(step):
     """Of kernels that differ in what they read, or in their options, made in this order."""
-    kernels = closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1), np.int16(1)])
+    rows = np.arange(4).reshape(2, 2)
+    kernels = closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)])
     kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
-    kernels += closures("x[0] + v[1] + 0.5", [np.arange(3), np.arange(3) + 2, (0, 4)])
-    kernels += closures("x[0] + v[1, 0] + 0.75", [np.arange(4).reshape(2, 2, order=order) for order in "CF"])
+    kernels += closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T])
     kernels += [reads(f"np.{function}(x[0])") for function in ("sinh", "cosh")]
     kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
 
 
-def run_executable(program):
-    return np.asarray(program(F32))
-
-
 def load_executables(serialized):
     executables(-1)
     load = serialize_executable.deserialize_and_load
-    return [run_executable(load(*data, execution_devices=jax.devices()[:1])) for data in serialized]
+    return [load(*data, execution_devices=jax.devices()[:1])(F32) for data in serialized]
 
 
 @pytest.mark.processes
 def test_names_do_not_depend_on_the_order_in_which_kernels_are_made():
     """So that serialized executables of another process find the kernels of this one."""
     made = executables(1)
-    here = np.concatenate(list(map(run_executable, made)))
+    here = np.concatenate([program(F32) for program in made])
     assert len(set(here)) == len(here)  # so each finds its own
     loaded = another_process().submit(load_executables, list(map(serialize_executable.serialize, made))).result()
     np.testing.assert_array_equal(np.concatenate(loaded), here)
