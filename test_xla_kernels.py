@@ -4853,13 +4853,6 @@ def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
     check_close(jax.jit(lambda: jax.grad(sum_of(multiply))(ROWS, ROWS))(), ROWS)
 
 
-def test_op_vmap_is_that_of_the_backend():
-    def multiply_by_rank(x):
-        return jax.pure_callback(lambda x: x * np.ndim(x), x, x, vmap_method="broadcast_all")
-
-    check_close(jax.vmap(call_op(op_of(multiply_by_rank)))(ROWS), 2 * ROWS)
-
-
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
 def test_op_kernels_that_close_over_traced_values_are_refused(transform):
     """Also where no operand is traced."""
