@@ -5088,12 +5088,12 @@ def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
     """What it makes serves on and off the mesh."""
     double = call_op(op_with(lambda outs: partial(jnp.multiply, 2 * jnp.ones(4))))
     rows = np.ones((8, 4), np.float32)
-    check_close(double(rows), 2 * rows)
     for mesh in (four_devices(4, axis_type=axis_type), four_devices(2, 2, axis_type=axis_type)):
         split = jax.shard_map(double, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
         with jax.set_mesh(mesh):
             for f in (split, jax.jit(double)):
                 check_close(f(on_mesh(rows, "d", mesh=mesh)), 2 * rows)
+    check_close(double(rows), 2 * rows)
 
 
 def test_an_op_calls_a_generator_once_for_its_parameters():
@@ -5266,19 +5266,20 @@ def test_op_general_batching_of_a_batch_or_of_none(outs):
         assert axes == {"sum": None}
 
 
-@pytest.mark.parametrize("derivative, slopes", [([], [3, 2, 1]), ([lambda t, x: t], [1, 1, 1])])
+@pytest.mark.parametrize("derivative, slopes", [([], [6, 4, 2]), ([lambda t, x, y: t, None], [1, 1, 1])])
 def test_op_batching_rule_does_the_innermost_vmap_beside_the_ops_derivatives(derivative, slopes):
     """Those of what the rule runs, if there are no others.  It serves until the general one is registered again."""
-    op = op_of(itself)
-    for rule in derivative:
-        op.def_jvp_rule2(rule)
-    op.def_batching_rule(lambda args, axes: ([args[0].cumsum(0).T], [-1]))
-    nested = jax.vmap(jax.vmap(call_op(op), 1))
-    x = jnp.stack([ROWS.T, -ROWS.T])
-    check_close(nested(x), np.stack([ROWS, -ROWS]).cumsum(1))
-    check_close(jax.grad(sum_of(nested))(x), np.broadcast_to(np.float32(slopes), x.shape))
+    op = op_of(operator.mul)
+    if derivative:
+        op.def_jvp_rule2(*derivative)
+    op.def_batching_rule(lambda args, axes: ([(args[0] * args[1]).cumsum(0).T], [-1]))
+    nested = jax.vmap(jax.vmap(call_op(op), (1, None)))
+    x, twos = np.stack([ROWS, -ROWS]), np.full((2, 8), 2, np.float32)
+    operands = x.swapaxes(1, 2), twos
+    check_close(nested(*operands), 2 * x.cumsum(1))
+    check_close(jax.grad(sum_of(nested))(*operands), np.broadcast_to(np.float32(slopes), (2, 8, 3)))
     op.register_general_batching()
-    check_close(nested(x), np.stack([ROWS, -ROWS]))
+    check_close(nested(*operands), 2 * x)
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
