@@ -5361,7 +5361,6 @@ X846, W66 = [  # named by their shapes
     np.random.default_rng(0).random(shape, np.float32) for shape in ((8, 4, 6), (6, 6))
 ]
 X86, X8, Y8 = X846[:, 0], X846[:, 1, 0], X846[:, 2, 0]
-COUNT_TO_3 = np.arange(3, dtype=np.float32)
 XS, YS = X846[:2, :, :4]
 matvecs = jax.vmap(matvec, (0, None))
 multiply_in_op = call_op(product_op(numba_multiply))
@@ -5384,10 +5383,8 @@ def gradient_of_squares(x, y):
 SPLIT_PROGRAMS = [  # a function, its arrays with the axes that their dimensions are split over, and what is right
     (over_d, [(X846, "d", "e"), (W66,)], X846 @ W66.T),
     (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
-    (jax.vmap(sum_of_corners, (0, None, 0)), [(X8, "d"), (X846[:2],), (X86, "d")],
-     X8[:, None] + X846[0, 0, 0] + COUNT_TO_3 * X86[:, :1]),
-    (jax.vmap(sum_of_corners, (None, 0, None)), [(X8[0],), (X846[..., None], "d"), (X8[1:],)],
-     X8[0] + X846[:, 0, :1] + COUNT_TO_3 * X8[1]),
+    (jax.vmap(sum_of_corners, (None, 0, None)), [(X8[0],), (X846[..., None], "d"), (X8,)],
+     X8[0] + X846[:, 0, :1] + np.arange(3, dtype=np.float32) * X8[0]),
     (jax.vmap(jax.vmap(multiply_in_op, (None, 0)), (0, None)), [(XS, "d"), (YS, "e")], XS[:, None] * YS),
 ]  # fmt: skip
 SPLIT_EXPLICITLY = [
