@@ -4900,14 +4900,22 @@ def test_op_refuses_another_structure(kernel, outs):
         op_of(kernel)(VECTOR, outs=outs)
 
 
-def of_other_library(array):
-    """What JAX sees by DLPack alone."""
-    return types.SimpleNamespace(__dlpack__=array.__dlpack__, __dlpack_device__=array.__dlpack_device__)
+class OfOtherLibrary:
+    """What JAX sees by DLPack alone; NumPy 2.0 looks for its methods in the class."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
     of_jax_array = types.SimpleNamespace(__jax_array__=lambda: jnp.int32(2))
-    for operand in (2, of_other_library(np.array(2, np.int32)), of_jax_array):
+    for operand in (2, OfOtherLibrary(np.array(2, np.int32)), of_jax_array):
         check_close(op_of(operator.neg)(operand, outs=like_first), np.int32(-2))
     check_close(op_of(lambda: {"any container": np.float32([3, 4])})(outs=spec(2)), [3, 4])
 
@@ -4915,7 +4923,7 @@ def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
 @pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::-1]])
 def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
     part = np.arange(12, dtype=np.float32).reshape(4, 3)[cut]
-    check_close(copy(of_other_library(part)), part)
+    check_close(copy(OfOtherLibrary(part)), part)
 
 
 @pytest.mark.parametrize("make, text", [
