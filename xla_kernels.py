@@ -457,7 +457,9 @@ def _described(value: Any) -> tuple[str, Any]:
     if kind in (set, frozenset):  # options, such as those of fastmath
         return f"{kind.__name__} {sorted(map(repr, value))}", None
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {value.strides} {hashlib.blake2b(value.tobytes()).hexdigest()}", None
+        is_copied = value.flags.forc and value.nbytes <= 10**6  # else Numba reads it where it is, each time
+        text = f"{value.dtype} {value.shape} {value.strides} {hashlib.blake2b(value.tobytes()).hexdigest()}"
+        return text, None if is_copied else _Same(value)
     if kind is types.CodeType:
         constants = [_described(constant)[0] for _, constant in _with_parts([("", value.co_consts)])]
         return f"{value.co_code.hex()} {value.co_names} {constants}", value
@@ -1246,7 +1248,7 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 # - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
 # - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
-# - Numba's pickles of functions (`_Wrapper._dumps`; test_copies_and_pickles...)
+# - Numba's pickles of functions (`_Wrapper._reduce_without_module`; test_copies_and_pickles...)
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
@@ -1515,6 +1517,17 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount]
 
 
+def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
+    """By which JAX binds arguments: the first parameters of the kernel, as many as `outs` takes, or any number."""
+    with contextlib.suppress(TypeError, ValueError):
+        taken_by_outs = inspect.signature(outs).parameters.values()
+        has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
+        if has_only_inputs and len(taken_by_outs) <= len(parameters):
+            names = parameters[: len(taken_by_outs)]
+            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, taken_by_outs)])
+    return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
     for cls in type(kernel).__mro__:
@@ -1599,7 +1612,7 @@ class _BoundedCache(dict):
         return self.setdefault(key, value)
 
 
-class _Shared:
+class _ByName:
     """What is itself in copies, and in pickles its variable of a module that other processes import, too."""
 
     title: str  # for errors
@@ -1610,16 +1623,20 @@ class _Shared:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        for name, module in list(sys.modules.items()):
-            if name.endswith("main__"):  # is another module elsewhere
-                continue
-            for variable, value in list(getattr(module, "__dict__", {}).items()):
+        others = [name for name in sys.modules if not name.endswith("main__")]
+        return self._variable_of(others) or self._reduce_without_module()
+
+    def _variable_of(self, modules: Iterable[str]) -> tuple:
+        for name in modules:
+            for variable, value in list(getattr(sys.modules.get(name), "__dict__", {}).items()):
                 if value is self and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
                     return pkgutil.resolve_name, (f"{name}:{variable}",)
-        return _loaded, (self._dumps(),)
+        return ()
 
-    def _dumps(self) -> bytes:
-        """What has no such variable, by value."""
+    def _reduce_without_module(self) -> tuple:
+        """By a variable of the main module, which the processes of a pool have, too."""
+        if variable := self._variable_of(["__main__"]):
+            return variable
         raise pickle.PicklingError(f"{self.title} is pickled by name: keep it in a variable of a module to import")
 
 
@@ -1631,7 +1648,7 @@ def _loaded(data: bytes) -> Any:
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
-class _Wrapper(_Shared):
+class _Wrapper(_ByName):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
@@ -1652,6 +1669,7 @@ class _Wrapper(_Shared):
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
             raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
+        self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
         # those that are returned too, in the kernel's order: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
@@ -1661,15 +1679,14 @@ class _Wrapper(_Shared):
 
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
-        self.__signature__ = inspect.signature(call)  # for jax.custom_vjp; that of `__wrapped__` has outputs, too
 
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
 
-    def _dumps(self) -> bytes:
-        """The kernel with its code, and the options, as plain `pickle` can read them."""
+    def _reduce_without_module(self) -> tuple:
+        """By value: the kernel with its code, and the options, as plain `pickle` can read them."""
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
-        return serialize.dumps((type(self), self.kernel, self.options))
+        return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
@@ -4093,7 +4110,8 @@ class _WarpKernel(_Wrapper):
         wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
         return wrapper._call_inputs([*arguments.values()])
 
-    _dumps = _Shared._dumps  # a pickle would have all of the kernel's module, which is then there twice
+    # A pickle by value would have all of the kernel's module, which is then there twice.
+    _reduce_without_module = _ByName._reduce_without_module
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -4805,7 +4823,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
-class XLACustomKernel(_Shared):
+class XLACustomKernel(_ByName):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
@@ -5444,9 +5462,10 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
 # what runs a slice, or is a rule (10.6).
 #
-# An op's own batching rule runs at lowering, too: what it runs may have no derivatives, or others than the op
-# (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds by
-# `general_batching_rule`, or lowering would never end.
+# An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
+# But that of an op with derivative rules runs at lowering: what it runs may have no derivatives, or others than the
+# op (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds
+# by `general_batching_rule`, or lowering would never end.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -5483,6 +5502,10 @@ def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = op_params.op._rules.get("batching")
     if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
         op_params = dataclasses.replace(op_params, batching_rule=rule)
+        if op_params.op._rules.keys().isdisjoint({"jvp", "transpose"}):
+            in_axes, batch = _with_axes_in_front(args, axes)
+            results = _run_batching_rule(op_params, in_axes, *batch)
+            return results, [0] * len(results)
     results = op_params.bind_batch(args, axes)
     return results, [0] * len(results)
 
@@ -5525,10 +5548,10 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
-    """Define the derivative of an op by one rule per operand.
+    """Define the derivative of an op or primitive by one rule per operand.
 
     Args:
-      primitive: an :class:`XLACustomKernel`, or its `primitive`.
+      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
       jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
         operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
         called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
@@ -5542,28 +5565,39 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
       3.0
     """
     op = getattr(primitive, "op", primitive)
-    if not isinstance(op, XLACustomKernel):
-        raise TypeError(f"defjvp: expected an XLACustomKernel, got {op!r}: for a primitive, jax.interpreters.ad.defjvp")
-    op.def_jvp_rule2(*jvp_rules)
+    if isinstance(op, XLACustomKernel):
+        op.def_jvp_rule2(*jvp_rules)
+    elif isinstance(op, Primitive):
+        ad.primitive_jvps[op] = functools.partial(_jvp_of_primitive, op, jvp_rules)
+    else:
+        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {op!r}")
 
 
-def _jvp_by_operand(rules: Sequence, op_params: _OpParams, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    """The outputs, and their tangents: what each operand's rule gives, added up."""
-    name = op_params.op.name
+def _jvp_of_primitive(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
+    """The jvp rule of a primitive that is no op."""
+    results = primitive.bind(*primals, **params)
+    outputs = results if primitive.multiple_results else [results]
+    tangents_out = _jvp_by_operand(primitive.name, rules, primals, tangents, outputs, params)
+    return results, tangents_out if primitive.multiple_results else tangents_out[0]
+
+
+def _jvp_by_operand(
+    name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
+) -> list:
+    """The tangents of the outputs: what each operand's rule gives, added up."""
     if len(rules) != len(primals):
         raise ValueError(f"{name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
-    outputs = op_params.bind(*primals)
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        returned = rule(tangent, *primals, **op_params.rule_params)
+        returned = rule(tangent, *primals, **params)
         what = f"the jvp rule of {name!r} for operand {i}"
         for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
-    return outputs, totals
+    return totals
 
 
 def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
@@ -5574,7 +5608,8 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
 
     def of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # of `defjvp`
-            outputs, tangents_out = _jvp_by_operand(rule, one_slice, primals, tangents)
+            outputs = one_slice.bind(*primals)
+            tangents_out = _jvp_by_operand(op_params.op.name, rule, primals, tangents, outputs, op_params.rule_params)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
             outputs = _as_declared(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
