@@ -2511,7 +2511,6 @@ def cuda_op(kernel):
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
 
-
 FAKED = [  # the modules `cuda` of the successor of numba-cuda, and of numba-cuda, which takes Numba's own place
     pytest.param("numba_cuda_mlir.cuda", marks=pytest.mark.needs("fake driver", "numba-cuda-mlir")),
     pytest.param("numba.cuda", marks=pytest.mark.needs("fake driver", "numba-cuda")),
@@ -2726,12 +2725,10 @@ class FakeDriver(FakeGpus):
         self.driver.take_log.restype = ctypes.c_char_p
 
     def set(self, **values):
+        """What the driver has under these names, of which this object tells handlers its device."""
+        vars(self).update(values)
         for name, value in values.items():
             ctypes.c_int.in_dll(self.driver, name).value = value
-
-    @property
-    def device(self):
-        return ctypes.c_int.in_dll(self.driver, "device").value
 
     def log(self):
         """What the driver was asked for since the last time: each time a text, and the parameters of a launch."""
@@ -2827,7 +2824,6 @@ def test_fakecuda_parameters_mean_what_the_handler_packs(gpus, package_cuda):
 
 @pytest.mark.parametrize("options, launch", [
     ({"launch_dims": 256}, "1,1,1 x 256,1,1 +0"),
-    ({"launch_dims": 257}, "2,1,1 x 256,1,1 +0"),
     ({"launch_dims": (17, 33)}, "2,3,1 x 16,16,1 +0"),
     ({"launch_dims": (9, 8, 5)}, "2,1,2 x 8,8,4 +0"),
     ({"grid": (2, 3), "block": (4, 5, 6), "shared_mem": 64}, "2,3,1 x 4,5,6 +64"),
@@ -2849,7 +2845,7 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
         assert gpus.log() == [["set 24 bytes", 0]]
 
 
-NESTED_BATCHES = {  # grid, sizes of x and y; the grids of launches, and where x, y and out start in each, in floats
+NESTED_BATCHES = {  # grid, sizes of x and y; where x, y and out start in each launch, in floats, and its grid
     "in z": ((7, 2), (3, 2), {(0, 0, 0): "7,2,3", (0, 5, 15): "7,2,3"}),
     "in z, more than a grid has blocks": (
         (7, 2), (65_538, 1), {(0, 0, 0): "7,2,65535", (5 * 65_535, 0, 5 * 65_535): "7,2,3"},
@@ -2873,7 +2869,7 @@ def test_fakecuda_nested_batches(gpus, package_cuda, kind):
     launches, addresses = gpus.launches_and_addresses(package_cuda, arrays_of_launches, nested, x, y)
     assert launches == [f"native 0: {text} x 32,1,1 +0" for text in expected.values()]
     starts = np.array(addresses) - [x_data, y_data, addresses[0][2]]
-    assert [tuple(launch) for launch in starts // 4] == list(expected) and not (starts % 4).any()
+    np.testing.assert_array_equal(starts, 4 * np.array(list(expected)))
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -2917,9 +2913,9 @@ def test_fakecuda_mistakes_are_refused_at_the_trace(gpus, monkeypatch, package_c
 
 
 def test_fakecuda_a_callable_launches_on_the_device_and_the_stream_of_the_call(gpus, package_cuda):
-    kernel = own_kernel(package_cuda, "x, out")
+    """It names its package by the default of a parameter."""
 
-    def launch(x, out, stream):
+    def launch(x, out, stream, kernel=own_kernel(package_cuda, "x, out")):
         kernel[1, 8, stream](x, out)
 
     gpus.set(device=1)
@@ -2946,8 +2942,11 @@ def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda
 class Cached:
     """Kernels, and functions for them.  The library reads their source, also of those that are in Numba's cache."""
 
-    def count(x, out):
-        cuda.atomic.add(x, 0, 1.0)
+    def count_in_def(x, out):
+        def count():
+            cuda.atomic.add(x, 0, 1.0)
+
+        count()
         out[0] = x[0]
 
     def store_by_another_name(x, out):
@@ -2965,7 +2964,7 @@ class Cached:
         i = cuda.grid(1)
         cuda.syncthreads()
         if i < out.shape[0]:
-            out[i] = cuda.fma(x[i], x[i], helper(x, cuda.blockIdx.x + cuda.shfl_sync(-1, i, 0)))
+            out[i] = cuda.fma(x[i], x[i], called(x, cuda.blockIdx.x + cuda.shfl_sync(-1, i, 0)))  # noqa: F821
 
     def square(x, i):
         tile = cuda.shared.array(8, "float32")
@@ -2976,7 +2975,7 @@ class Cached:
         out[0] = table[0]  # noqa: F821
 
     def by_helper(x, out):
-        helper(x, out)
+        called(x, out)  # noqa: F821
 
     def count_in_table(x, out):
         if cuda.grid(1) == 0:
@@ -2988,7 +2987,7 @@ READ_ONLY, UPDATED = "its inputs are read-only|in_out_argnames", "(?s)'out'.*zer
 
 
 @pytest.mark.parametrize("kernel, refused", [
-    (Cached.count, READ_ONLY), (Cached.store_by_another_name, READ_ONLY), (Cached.count_in_output, UPDATED),
+    (Cached.count_in_def, READ_ONLY), (Cached.store_by_another_name, READ_ONLY), (Cached.count_in_output, UPDATED),
     (Cached.wait_for_all, "a cooperative launch"), (Cached.read_by_helper, None),
 ])  # fmt: skip
 def test_fakecuda_kernels_of_numbas_cache_are_read_and_not_compiled_again(
@@ -2998,8 +2997,8 @@ def test_fakecuda_kernels_of_numbas_cache_are_read_and_not_compiled_again(
     config = "numba_cuda_mlir.numba_cuda.core.config" if is_successor(package_cuda) else "numba.core.config"
     monkeypatch.setattr(sys.modules[config], "CACHE_DIR", str(tmp_path))
     for n_found in (0, 1):
-        helper = package_cuda.jit(device=True)(written_for(package_cuda, Cached.square))
-        names = {"helper": helper, "store": package_cuda.stwt}
+        square = package_cuda.jit(device=True)(written_for(package_cuda, Cached.square))
+        names = {"called": square, "store": package_cuda.stwt}
         cached = package_cuda.jit(cache=True)(written_for(package_cuda, kernel, **names))
         if refused:
             with pytest.raises(TypeError, match=refused):
@@ -3169,8 +3168,8 @@ def starting_kernel(how):
     """A function that gives v + d, by a kernel whose outputs start from something, or that takes other things."""
     if how in STARTING:
         parameters, statements, options = STARTING[how]
-        kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1)\n    if i < v.size: {statements}")
-        op = xk.numba_cuda_kernel(kernel, lambda v, *_: v, launch_dims=lambda v, *_: v.size, **options)
+        kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
+        op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
         return functools.partial(op, n=np.float32(1)) if "scalars" in options else op
     if how == "warp differentiable":
         add = xk.warp_kernel(matrix_kernel("add", "warp", np.dtype("float32")), like_first, differentiable=True)
@@ -3217,13 +3216,12 @@ def test_gpu_outputs_start_right_in_loops(how, options):
 def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
     """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
 
-    @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), launch_dims=64)
+    @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), grid=1, block=64)
     @cuda.jit
     def left_and_right(v, w, left, right):
         i = cuda.grid(1)
-        if i < v.size:
-            left[i] = v[i - 1 if i > 0 else v.size - 1] + w[i]
-            right[i] = v[(i + 1) % v.size] - w[i]
+        left[i] = v[(i + 63) % 64] + w[i]
+        right[i] = v[(i + 1) % 64] - w[i]
 
     def replace_two_rows(k, m):
         left, right = left_and_right(m[k], m[0])
@@ -3396,7 +3394,7 @@ def test_fakecuda_or_gpu_kernel_that_may_write_to_a_global_array(cuda_on_gpu, fu
     package = cuda_on_gpu.cuda
     table = package.to_device(np.zeros(8, "f4")) if cuda_on_gpu.has_numbers else DeviceArray()
     helper = package.jit(device=True)(written_for(package, function, table=table))
-    op = batch_op(package.jit(written_for(package, Cached.by_helper, helper=helper)), outs=spec(1))
+    op = batch_op(package.jit(written_for(package, Cached.by_helper, called=helper)), outs=spec(1))
     cuda_on_gpu.check(op, PAIRS[:1], 3 if any(counts) else 1, np.float32(counts)[:, None])
     assert reasons() == ({"it may write to global arrays on the device: table"} if any(counts) else set())
 
@@ -5669,7 +5667,7 @@ def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
 @pytest.mark.processes
 @pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
 def test_cuda_fake_driver(tmp_path):
-    """Runs the tests below with the fake driver, on PTX of the packages that are here."""
+    """Runs the tests of its name with the fake driver, on PTX of the packages that are here."""
     (tmp_path / "fake.c").write_text(FAKE_DRIVER)
     flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
     subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
