@@ -1511,10 +1511,11 @@ def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_co
 
 def _parameters(kernel: Any) -> tuple[str, ...]:
     """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
-    code = getattr(_python(kernel), "__code__", None)
-    if code is None or code.co_posonlyargcount:
-        return ()
-    return code.co_varnames[: code.co_argcount]
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(_python(kernel)).parameters.values()
+        named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
+        return tuple(x.name for x in named)
+    return ()
 
 
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
