@@ -101,7 +101,7 @@ OPS = {  # name: the dtypes that it is tested with
     "hadamard": FLOATING,  # two dimensions; its derivative calls it
     "transposed": ("bool", "float32"),  # three dimensions, an output like no input; computes nothing
     "csr_event": FLOATING,  # integers, bool, atomics, outputs of two shapes and dtypes
-    "lif": FLOAT32,  # two outputs, of which one starts as an input
+    "lif": FLOAT32,  # outputs of two dtypes, of which one starts as an input
     "blend": FLOAT32,  # an output that starts as an input that vmap shares; scratch; a static parameter
 }
 
@@ -162,10 +162,8 @@ NO_ARRAYS_OF = {  # language: dtypes
     "numba": ("float16", "bfloat16"),
     "cuda": ("bfloat16",),
     "warp": ("complex64", "complex128"),
-    "pallas": ("complex64", "complex128"),
-    "jax": (),
 }
-WITH_ALL_FEATURES = ("hadamard", "csr_event", "blend")  # shapes, dtypes, aliases, scratch, own and JAX's derivatives
+WITH_ALL_FEATURES = ("hadamard", "csr_event", "blend")  # shapes, types, aliases, scratch, parameters, both derivatives
 WITH_ALL_DTYPES = ("numba", "numba_cuda", "warp", "warp_gpu", "differentiable")  # of each language that is called
 OTHER_DTYPES = all_but(DTYPES, "float32")
 LEFT_OUT = {  # why there are no such cells: what cannot be
@@ -422,9 +420,12 @@ OPERATIONS = {
 
 
 SAME_RESULTS_AS = {  # what is right is what the reference gives under this simpler one
-    **dict.fromkeys(["jit", "export"], "eager"),
-    **dict.fromkeys(["shard_map", "jit_over_mesh"], "vmap"),
-    **dict.fromkeys(["grad_of_shard_map", "shard_map_of_grad"], "grad_of_vmap"),
+    "jit": "eager",
+    "export": "eager",
+    "shard_map": "vmap",
+    "jit_over_mesh": "vmap",
+    "grad_of_shard_map": "grad_of_vmap",
+    "shard_map_of_grad": "grad_of_vmap",
 }
 
 
@@ -737,8 +738,8 @@ def numba_loops(indices):
 
 def in_cuda(op, kernel, outs, name, by_python=False, **options):
     dims = op.threads or outs[0].shape
-    block = {1: (4,), 2: (2, 2), 3: (2, 2, 2)}[len(dims)]  # small, as Numba's simulator starts all threads
-    grid = tuple(-(-size // threads) for size, threads in zip(dims, block))
+    block = (2,) * len(dims)  # small, as Numba's simulator starts all threads
+    grid = tuple(size // 2 + 1 for size in dims)
     cuda_kernel = cuda_jit(kernel)
     if not by_python:
         return xk.numba_cuda_kernel(cuda_kernel, outs, grid=grid, block=block, name=name, **options, **op.options)
@@ -924,9 +925,9 @@ def error_of(call, *args):
 
 
 IN_A_PROCESS = """
-import math, os, pathlib, re, sys, textwrap, types, warnings
+import math, os, textwrap
 from concurrent.futures import ThreadPoolExecutor
-import jax, jax.numpy as jnp, numba, numpy as np, pytest
+import jax, numba, numpy as np, pytest
 import xla_kernels as xk
 
 ones = np.ones(4, np.float32)
@@ -935,10 +936,10 @@ RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
 
 def run_code(code, **env):
-    """Run `code` in a fresh interpreter that has these imports and functions; returns its output."""
-    functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, reads, copied_bytes, in_threads, error_of
-    sources = [IN_A_PROCESS, *map(inspect.getsource, functions), textwrap.dedent(code)]
-    return run_python("-c", "\n".join(sources), timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
+    """Run `code` in a fresh interpreter that has these imports and functions."""
+    functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, in_threads, error_of
+    sources = [IN_A_PROCESS, *map(inspect.getsource, functions), code]
+    run_python("-c", "\n".join(sources), timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
 
 # ======================================================================================================
