@@ -13,10 +13,11 @@ no Python runs during a call, except for errors and for kernels that must run in
 
     add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
 
-A mistake either works as it was meant, or is refused with what to do instead.  What takes intent is the user's own
-responsibility, as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their arguments, raw
-addresses (C and C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals that another
-thread assigns while a kernel is compiled.
+A mistake either works as it was meant, or is refused with what to do instead, as far as shapes, dtypes and the source
+show it: not an index out of bounds, nor an element of an output that the kernel never stores to.  What takes intent is
+the user's own responsibility, as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their
+arguments, raw addresses (C and C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals
+that another thread assigns while a kernel is compiled.
 
 `python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; the
 Numba and Warp backends need Numba 0.63, that of Warp also Warp 1.14.
@@ -41,7 +42,7 @@ An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_o
 -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
 An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
-A new backend takes a section like 7 to 9, a row in `_BACKENDS`, a `def_..._kernel`, and `_is_stable`.
+A new backend takes a section like 7 to 9, a row in `_BACKENDS`, and a `def_..._kernel`.
 """
 
 from __future__ import annotations
@@ -320,10 +321,6 @@ XLA_FFI_CallFrame = _sized_struct(
     api=ctypes.POINTER(XLA_FFI_Api), ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
 )
 
-# A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
-# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_warp_param`);
-# the docstrings, which say what is refused.
-
 
 # ======================================================================================================
 # 3. Names, targets, and what the source of a kernel shows.
@@ -331,8 +328,8 @@ XLA_FFI_CallFrame = _sized_struct(
 # XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
 # persistent cache.  So two kernels of a process that may differ must never share a name.
 # - A kernel is its object: a dispatcher, or a plain function.  Globals are read when it is compiled, as in Numba.
-# - What the same `def` made again, or a function that is wrapped again, is the same kernel if what it reads is equal:
-#   else a kernel made inside a function would be compiled, and kept for ever, at each call of that.
+# - A kernel that the same `def` makes again, or a function that is wrapped again, is the same one if what it reads is
+#   equal: else a kernel made inside a function would be compiled, and kept for ever, at each call of that.
 # - The hash in a name holds code, constants and helpers.  So mostly names do not depend on the order in which kernels
 #   are made, and JAX's cache and serialized executables find them; but only `name=` promises that.
 
@@ -357,8 +354,8 @@ def _native_lock(name: str) -> int:
 
 
 # -- 3.1 What a kernel reads ---------------------------------------------------------------------------
-# One walk over code serves names (3.2), the reader of a kernel's source (3.4), and callables, which get arrays of the
-# package that they name (8.2).  It looks at code alone, so the answer is the same in every process, and from a cache.
+# One walk over a kernel's code, and over the values that it names, serves names (3.2), the reader of its source (3.4),
+# and callables, which get arrays of the package that they name (8.2).
 
 
 def _python(kernel: Any) -> Any:
@@ -462,7 +459,8 @@ def _described(value: Any) -> tuple[str, Any]:
         return text, None if is_copied else _Same(value)
     if kind is types.CodeType:
         constants = [_described(constant)[0] for _, constant in _with_parts([("", value.co_consts)])]
-        return f"{value.co_code.hex()} {value.co_names} {constants}", value
+        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+        return f"{value.co_code.hex()} {value.co_exceptiontable.hex()} {names} {constants}", None
     return f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}", _Same(value)
 
 
@@ -1016,10 +1014,11 @@ def _parts(target: Any, value: Any) -> tuple[list, list]:
 
 
 def _is_update(target: Any, value: Any) -> bool:
-    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = x + y`."""
+    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = f(x) + y`."""
     text = ast.unparse(target)
     nodes = list(ast.walk(value))
     operands = [ast.unparse(x) for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
+    operands += [ast.unparse(x) for node in nodes if isinstance(node, ast.Call) for x in node.args]
     is_made_of = text in map(ast.unparse, nodes) or re.sub(r"\[(:|\.\.\.)\]$", "", text) in operands
     return is_made_of and not re.search(r"\bif\b|\b(where|select)\(", ast.unparse(value))
 
@@ -1184,19 +1183,20 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
+        name = _input_name(i, title, parameters)
+        if hasattr(x, "__jax_array__"):
+            x = inputs[i] = x.__jax_array__()
         if isinstance(x, jax.Ref):
-            raise TypeError(f"{_input_name(i, title, parameters)} is a jax.Ref: pass its value, ref[...]")
+            raise TypeError(f"{name} is a jax.Ref: pass its value, ref[...]")
         if isinstance(x, jax.core.Tracer):
             is_traced = True
         else:
-            inputs[i] = _as_input(x, _input_name(i, title, parameters))
+            inputs[i] = _as_input(x, name)
     return inputs, is_traced
 
 
 def _as_input(x: Any, name: str) -> Any:
     """An array of another library becomes one of JAX's, which shares its memory."""
-    if hasattr(x, "__jax_array__"):
-        x = x.__jax_array__()
     with contextlib.suppress(TypeError):
         jax.typeof(x)
         if not isinstance(x, np.ndarray):
@@ -1624,13 +1624,14 @@ class _ByName:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        others = [name for name in sys.modules if not name.endswith("main__")]
+        # The main module is another one elsewhere, and builtins have the prompt's last result.
+        others = [name for name in sys.modules if not name.endswith(("main__", "builtins"))]
         return self._variable_of(others) or self._reduce_without_module()
 
     def _variable_of(self, modules: Iterable[str]) -> tuple:
         for name in modules:
             for variable, value in list(getattr(sys.modules.get(name), "__dict__", {}).items()):
-                if value is self and not variable.startswith("_"):  # as the prompt keeps its last result in builtins._
+                if value is self:
                     return pkgutil.resolve_name, (f"{name}:{variable}",)
         return ()
 
@@ -1653,7 +1654,7 @@ class _Wrapper(_ByName):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
-    there is a device of the platform, or else in `_Target.lowered`.  It may override `__call__`, `_leaves`, and the
+    there is a device of the platform (Warp in `_WarpTarget.lowered`).  It may override `__call__`, `_leaves`, and the
     small methods that name parameters or look at options.
     """
 
@@ -1731,6 +1732,8 @@ class _Wrapper(_ByName):
         specs, tree = _flat_specs(self._for_inputs(what, ins), f"{self.title}: {what}", ins)
         if _has_dicts(tree):
             raise TypeError(f"{self.title}: {what} is a dict, whose keys JAX sorts: give a tuple, or a NamedTuple")
+        if what == "outs" and not specs and not self.options.has_side_effect:
+            raise ValueError(f"{self.title} has no outputs, so JAX would never run it: say has_side_effect=True")
         return specs, tree
 
     def _leaves(self, outs: list[Spec], *args: Any) -> list:
@@ -1844,8 +1847,8 @@ class _Wrapper(_ByName):
 #      `probe` measures, while it runs more and more slices on this thread.
 #   6. XLA's threads and this one `share` slices: each takes chunk after chunk until none is left.
 # One of the slices that fail, not always the first, gives the call its error; nobody takes a chunk after that.
-# Relies on sections 1 to 3, Numba, llvmlite, and the C API of CPython.  The emitter of a backend writes what runs one
-# slice.
+# Relies on sections 2 and 3, 8.3 for GPUs, Numba, llvmlite, and the C API of CPython.  The emitter of a backend writes
+# what runs one slice.
 # From inside XLA, Numba and the C library:
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
 #   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
@@ -2652,22 +2655,28 @@ class _CallbackEmitter(_Emitter):
         self.libcuda = libcuda
         n_words = len(signature.ranks) + sum(signature.ranks) + 3
 
-        def callback(words: Any) -> int | None:
+        def callback(words: Any) -> None:
+            message = 0
             try:
                 numbers = iter(words[:n_words])
                 buffers = [(next(numbers), tuple(itertools.islice(numbers, rank))) for rank in signature.ranks]
                 body(buffers, *numbers)
             except BaseException as error:  # nothing may unwind into XLA
-                return _keep_message(error, signature.label)
-            return None
+                message = _keep_message(error, signature.label)
+            words[n_words] = message
 
-        self.callback = ctypes.CFUNCTYPE(_PTR, ctypes.POINTER(_I64))(callback)
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_I64))(callback)
 
     def write(self, handler: _Handler) -> None:
         place = _cuda_place(handler) if self.libcuda else (0, 0)
+        # An interrupt may end the callback before its first line: then this stands where its message belongs.
+        interrupted = handler.text(f"KeyboardInterrupt (raised in kernel '{handler.signature.label}')")
         with handler.each_slice() as arrays:
             words = [word for array in arrays for word in (array.pointer, *array.dims)]
-            message = handler.call(self.callback, handler.array([*words, handler.launch, *place]))
+            words += [handler.launch, *place, interrupted]
+            memory = handler.array(words)
+            handler.call(self.callback, memory)
+            message = handler.load(memory + 8 * (len(words) - 1))
             handler.fail(message, when=message)
 
 
@@ -2691,6 +2700,9 @@ def _keep_message(error: BaseException, label: str) -> int:
 # table of mistakes), and how LLVM's text shows that threads start (test_parallel_kernels_in_each_threading_layer).
 
 _NUMBA_INSTALL = "pip install numba"
+# A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
+# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_warp_param`);
+# the docstrings, which say what is refused.
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
@@ -3180,6 +3192,8 @@ class _NumbaEmitter(_Emitter):
                 self.lock = _native_lock("workqueue_lock")
 
         def report(error: int) -> int:
+            if not error:  # which some other thread's Python has: of object mode in what is no dispatcher
+                return _keep_message(RuntimeError("an exception that is lost in object mode"), label)
             return _keep_message(ctypes.cast(error, ctypes.py_object).value, label)
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
@@ -3682,14 +3696,18 @@ class _CudaSimulator(_NumbaCuda):
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         def body(buffers: list[tuple[int, tuple]], launch: int, *_: int) -> None:
-            arrays = []
+            # On copies: after an interrupt threads of the simulator go on, and XLA's memory is gone.
+            views = []
+            copies = []
             for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
                 memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(pointer)
-                array = np.ndarray(shape, dtype, memory)
-                array.flags.writeable = k >= signature.n_in
-                arrays.append(FakeCUDAArray(array))
+                views.append(np.ndarray(shape, dtype, memory))
+                copies.append(views[k].copy())
+                copies[k].flags.writeable = k >= signature.n_in
             with _CUDASIM_LOCK:
-                run(arrays, self.cuda.stream(), launch)
+                run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch)
+            for k in range(signature.n_in, len(views)):
+                views[k][...] = copies[k]
 
         return _CallbackEmitter(signature, body)
 
@@ -4241,7 +4259,7 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 9.3 and 9.4.  Checked on 1.14 and 1.19.
+# Code for some versions of Warp names them, here and in 9.3.  Checked on 1.14 and 1.19.
 
 
 @contextlib.contextmanager
@@ -4792,7 +4810,8 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     if kernel in _WARNED_OF:
         return
     inert = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
-    max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll") or 16
+    max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
+    max_unroll = 16 if max_unroll is None else max_unroll  # Warp's own
     found: dict[tuple[str, int], tuple[str, str]] = {}
     for n, function in enumerate(dict.fromkeys(function for function, _ in _source_of(kernel).results)):
         found |= _StaleValues(function, () if n else inert, max_unroll).found  # the first is the kernel
@@ -5168,7 +5187,7 @@ class KernelEntry:
     """One kernel of an :class:`XLACustomKernel`, made by `def_kernel`.
 
     `kernel_generator` is what was registered, or for a ready kernel a generator that returns its wrapper. A `fallback`
-    (Warp on the CPU) serves, unless asked for by name, only where the platform has no other.
+    (Warp on the CPU, Numba's simulator of CUDA) serves, unless asked for by name, only where the platform has no other.
     """
 
     backend: str
