@@ -3641,6 +3641,8 @@ vectors = wp.array(dtype=wp.vec2)
 matrices = wp.array(dtype=wp.mat22)
 rows = wp.array2d(dtype=float)
 halves = wp.array3d(dtype=wp.float16)
+octets = wp.array(dtype=wp.uint8)
+bools = wp.array(dtype=wp.bool)
 cubes = wp.array4d(dtype=float)
 FACTOR = wp.constant(2.5)
 @wp.struct
@@ -3711,12 +3713,6 @@ def double_again_by_call(a: floats, count: ints, i: int):
     return double_again(a, count, i)
 @wp.func_native("return x + 1.0f;")
 def native(x: float) -> float: ...
-@wp.func
-def cube(x: float):
-    return x * x * x
-@wp.func_grad(cube)
-def adj_cube(x: float, adj_ret: float):
-    wp.adjoint[x] += 30.0 * x * x * adj_ret  # ten times too large, to see that it is called
 @wp.func_native('''
     static int inside;
     int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
@@ -3864,13 +3860,10 @@ def test_warp_struct_that_changes_is_another_value():
         assert len(traced) == n_traced
 
 
-def test_warp_in_out(warp_path):
-    """Changes no array that JAX has; outputs of empty launches are what they start from, or zeros."""
-    add_up = partial(xk.warp_kernel, warp_kernels().add_up, like_last, in_out_argnames=["out"])
+def test_warp_outputs_of_empty_launches_are_what_they_start_from_or_zeros(warp_path):
+    options = {"launch_dims": 0, "in_out_argnames": ["out"]}
     x, starts = jnp.arange(4.0), jnp.ones((2, 3))
-    check_close(add_up()(x, starts[0]), [7, 1, 1])
-    check_close(starts, [[1, 1, 1], [1, 1, 1]])
-    check_close(jax.vmap(add_up(launch_dims=0), (None, 0))(x, starts), starts)
+    check_close(jax.vmap(xk.warp_kernel(warp_kernels().add_up, like_last, **options), (None, 0))(x, starts), starts)
     assert not product(launch_dims=0)(*PAIR).any()
     assert product()(x[:0], x[:0]).shape == (0,)
 
@@ -3981,15 +3974,15 @@ class FakeWarp(FakeGpus):
 
     def __init__(self):
         super().__init__()
-        self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
+        self.make_array, self.record_on_cpu = wp.array.__init__, wp.launch
         self.recorded = {}  # by CUfunction
         self.z = ctypes.c_uint32(0)  # of the block, whose address is in machine code
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
-        launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
+        start = partial(ctypes.CFUNCTYPE, number, pointer)
         self.library = types.SimpleNamespace(
-            cuLaunchKernel=launch(self.launch),
-            cuMemcpyDtoDAsync_v2=ctypes.CFUNCTYPE(number, pointer, pointer, size, pointer)(self.copy),
-            cuMemsetD8Async=ctypes.CFUNCTYPE(number, pointer, ctypes.c_ubyte, size, pointer)(self.fill),
+            cuLaunchKernel=start(*[number] * 7, pointer, ctypes.POINTER(pointer), pointer)(self.launch),
+            cuMemcpyDtoDAsync_v2=start(pointer, size, pointer)(self.copy),
+            cuMemsetD8Async=start(ctypes.c_ubyte, size, pointer)(self.fill),
             cuCtxGetCurrent=lambda context: 0,
             cuCtxSetCurrent=lambda context: 0,
             cuFuncGetAttribute=lambda value, attribute, function: 0,
@@ -4001,7 +3994,7 @@ class FakeWarp(FakeGpus):
 
         super().patch(monkeypatch)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(ctypes, "CDLL", self.open_library)
+        monkeypatch.setattr(xk._LibCuda, "__init__", lambda libcuda: setattr(libcuda, "library", self.library))
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
         self.grids, self.others = [], set()  # of launches: what goes with their grids
@@ -4015,9 +4008,6 @@ class FakeWarp(FakeGpus):
     def fill(self, target, value, size, stream):
         ctypes.memset(target, value, size)
         return 0
-
-    def open_library(self, name, *args, **options):
-        return self.library if name == "libcuda.so.1" else self.load_library(name, *args, **options)
 
     def record(self, kernel, *args, device, block_dim, **options):
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
@@ -4085,45 +4075,51 @@ class WarpBatch(typing.NamedTuple):
 
     body: str
     inputs: tuple
+    in_jax: Callable  # the same of a slice
     parameters: str = "x: floats, y: floats, out: floats"
     options: typing.Any = types.MappingProxyType({})
-    in_jax: Callable | None = None  # the same of a slice; None: what the kernel itself gives for each slice
     values: tuple = ()  # of the parameters after the inputs
     gradient: bool = False
     reason: str | None = None  # why three slices are three launches
 
     def op(self):
-        kernel = kernels_of_batches()[self.parameters, self.body]
-        kernel = wp.overload(kernel, [floats, floats]) if kernel.is_generic else kernel
-        return xk.warp_kernel(kernel, **{"outs": like_first, "differentiable": self.gradient, **self.options})
+        options = {"outs": like_first, "differentiable": self.gradient, **self.options}
+        return xk.warp_kernel(kernels_of_batches()[self.parameters, self.body], **options)
 
     def check(self, gpu, n_launches):
-        function, in_jax, expected = self.op(), self.in_jax, None
+        function, in_jax = self.op(), self.in_jax
         if self.gradient:
-            function, in_jax = gradient(function, self.inputs), in_jax and gradient(in_jax, self.inputs)
-        if in_jax:
-            in_axes = [0 if len(x) == len(self.inputs[0]) else None for x in self.inputs]
-            expected = jax.vmap(in_jax, in_axes)(*self.inputs)
+            function, in_jax = gradient(function, self.inputs), gradient(in_jax, self.inputs)
+        in_axes = [0 if len(x) == len(self.inputs[0]) else None for x in self.inputs]
+        expected = jax.vmap(in_jax, in_axes)(*self.inputs)
         gpu.check(lambda *x: function(*x, *self.values), self.inputs, n_launches, expected)
 
 
-def add_in_jax(x, y):
+def add_in_jax(x, y, *others):
     return x + 2 * y
+
+
+def double_in_jax(x):
+    return 2 * x
 
 
 def stencil_in_jax(x, y):
     return jnp.sin(x) * y + x[jnp.maximum(jnp.arange(7) - 1, 0)]
 
 
+def views_in_jax(x, b, c, q):
+    b, c, last = b[:, None, None], c[:, None, None], q[:, 3, None, None]
+    return jnp.where(c, x + b, last.astype(x.dtype))
+
+
 def outputs_in_jax(x, k):
     return x * x[k], jnp.sin(x).sum(keepdims=True), jnp.ones(5, jnp.int32)
 
 
-X_OUT = "x: floats, out: floats"
-ADD = "out[i] = x[i] + 2.0 * y[i]"
-STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
-SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
-SEVERAL_OUTPUTS = "squares[i] = x[i] * x[k[i]]\nwp.atomic_add(sines, 0, wp.sin(x[i]))\ncount[i] = 1"
+def names_in_jax(x, y):
+    return jnp.stack([2.5 * y[0], y[1], 2.5 * y[2], y[1], 2.5 * y[4], y[1], 0])
+
+
 NAMES = """if i == 6: return
 z = out
 for k in range(wp.static(6)):
@@ -4133,53 +4129,66 @@ if i % 2 == 0:
     z[i] = x[i] * FACTOR
 else:
     add(out, i, tail(x)[0])"""
-HALVES, EMPTY = sample(3, 2, 3, 2).astype(np.float16), np.zeros((3, 0), np.float32)
+X_OUT = "x: floats, out: floats"
+ADD = "out[i] = x[i] + 2.0 * y[i]"
+STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
+SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
+LONG, EMPTY = sample(3, 1030), np.zeros((3, 0), np.float32)
 OF_THE_USER = "it calls C++, or has adjoints or code transformers, of your own"
 WARP_BATCHES = {
-    "shared operand": WarpBatch(ADD, SHARED, in_jax=add_in_jax),
-    "1,000 slices": WarpBatch(ADD, (sample(1000, 16), sample(1000, 16)), in_jax=add_in_jax),
-    "large blocks": WarpBatch(ADD, (sample(3, 1030), sample(3, 1030)), options={"block_dim": 1024}, in_jax=add_in_jax),
+    "shared operand": WarpBatch(ADD, SHARED, add_in_jax),
+    "1,000 slices": WarpBatch(ADD, (sample(1000, 16), sample(1000, 16)), add_in_jax),
+    "large blocks": WarpBatch(ADD, (LONG, LONG), add_in_jax, options={"block_dim": 1024}),
     "four dimensions": WarpBatch(
         "i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] + float(12 * i + 6 * j + 2 * k + m)",
-        (sample(3, 2, 2, 3, 2),), "x: cubes, out: cubes", in_jax=lambda x: x + jnp.arange(24.0).reshape(x.shape)),
+        (sample(3, 2, 2, 3, 2),), lambda x: x + jnp.arange(24.0).reshape(x.shape), "x: cubes, out: cubes"),
     "dtypes and views": WarpBatch(
         "i, j, k = wp.tid()\nout[i, j, k] = wp.where(c[i], x[i][j, k] + wp.float16(b[i]), wp.float16(q[i][3]))",
-        (HALVES, np.ones((3, 2), np.uint8), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
-        "x: halves, b: wp.array(dtype=wp.uint8), c: wp.array(dtype=wp.bool), q: wp.array(dtype=wp.quat), out: halves"),
-    "in-out before an input": WarpBatch("y[i] = y[i] + 2.0 * x[i]", PAIRS, "y: floats, x: floats",
-                                        {"outs": like_first, "in_out_argnames": ["y"]}, add_in_jax),
-    "in-out from what is shared": WarpBatch("y[i] = x[i] + 2.0 * y[i]", SHARED, "x: floats, y: floats",
-                                            {"outs": like_last, "in_out_argnames": ["y"]}, add_in_jax),
-    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1],
-                        "x: floats, v: wp.vec3, s: wp.int64, none: floats, out: floats", values=((1, 2, 3), 5, None),
-                        in_jax=lambda x, *values: x + 7),
-    "gradient": WarpBatch(STENCIL, PAIRS, in_jax=stencil_in_jax, gradient=True),
-    "gradient, shared operand": WarpBatch(STENCIL, SHARED, in_jax=stencil_in_jax, gradient=True),
-    "gradient, matrices and vectors": WarpBatch("out[i] = m[i] * v[i]", (sample(3, 6, 2, 2), sample(6, 2)),
-                                                "m: matrices, v: vectors, out: vectors", {"outs": like_last},
-                                                in_jax=jax.vmap(jnp.matmul), gradient=True),
-    "gradient, views of rows": WarpBatch(SQUARES_OF_ROWS, (sample(3, 2, 4),), "x: rows, out: floats",
-                                         {"outs": spec(2), "launch_dims": 2}, lambda x: (x * x).sum(1), gradient=True),
+        (sample(3, 2, 3, 2).astype("f2"), np.ones((3, 2), "u1"), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
+        views_in_jax, "x: halves, b: octets, c: bools, q: wp.array(dtype=wp.quat), out: halves"),
+    "in-out before an input": WarpBatch("y[i] = y[i] + 2.0 * x[i]", PAIRS, add_in_jax, "y: floats, x: floats",
+                                        {"outs": like_first, "in_out_argnames": ["y"]}),
+    "in-out from what is shared": WarpBatch("y[i] = x[i] + 2.0 * y[i]", SHARED, add_in_jax, "x: floats, y: floats",
+                                            {"outs": like_last, "in_out_argnames": ["y"]}),
+    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1], lambda x: x + 7,
+                        "x: floats, v: wp.vec3, s: wp.int64, none: floats, out: floats", values=((1, 2, 3), 5, None)),
+    "gradient": WarpBatch(STENCIL, PAIRS, stencil_in_jax, gradient=True),
+    "gradient, shared operand": WarpBatch(STENCIL, SHARED, stencil_in_jax, gradient=True),
+    "gradient, matrices and vectors": WarpBatch(
+        "out[i] = m[i] * v[i]", (sample(3, 6, 2, 2), sample(6, 2)), jax.vmap(jnp.matmul),
+        "m: matrices, v: vectors, out: vectors", {"outs": like_last}, gradient=True),
+    "gradient, views of rows": WarpBatch(
+        SQUARES_OF_ROWS, (sample(3, 2, 4),), lambda x: (x * x).sum(1),
+        "x: rows, out: floats", {"outs": spec(2), "launch_dims": 2}, gradient=True),
     "gradient, outputs that differ": WarpBatch(
-        SEVERAL_OUTPUTS, (sample(3, 5), np.array([1, 1, 3, 0, 2], np.int32)),
+        "squares[i] = x[i] * x[k[i]]\nwp.atomic_add(sines, 0, wp.sin(x[i]))\ncount[i] = 1",
+        (sample(3, 5), np.array([1, 1, 3, 0, 2], np.int32)), outputs_in_jax,
         "x: floats, k: ints, squares: floats, sines: floats, count: ints",
-        {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, outputs_in_jax, gradient=True),
-    "gradient, tiles": WarpBatch(TILES, (sample(3, 128),), X_OUT, {"launch_dims": 2, "tiled": True, "block_dim": 64},
-                                 partial(jnp.multiply, 2), gradient=True),
+        {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, gradient=True),
+    "gradient, tiles": WarpBatch(TILES, (sample(3, 128),), double_in_jax, X_OUT,
+                                 {"launch_dims": 2, "tiled": True, "block_dim": 64}, gradient=True),
     "0-d and empty": WarpBatch("out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), EMPTY),
-                               "x: floats, y: floats, z: floats, out: floats", in_jax=lambda x, y, z: x + 2 * y),
-    "nothing": WarpBatch(ADD, (EMPTY, EMPTY), in_jax=add_in_jax),
-    "names": WarpBatch(NAMES, PAIRS, options={"zero_outputs": True}),
-    "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
-    "in order": WarpBatch(ADD, PAIRS, options=IN_ORDER, reason="vmap_method says that slices run in order"),
-    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], X_OUT, reason=OF_THE_USER),
-    "an adjoint": WarpBatch("out[i] = cube(x[i])", PAIRS[:1], X_OUT, gradient=True, reason=OF_THE_USER),
+                               add_in_jax, "x: floats, y: floats, z: floats, out: floats"),
+    "nothing": WarpBatch(ADD, (EMPTY, EMPTY), add_in_jax),
+    "names": WarpBatch(NAMES, PAIRS, names_in_jax, options={"zero_outputs": True}),
+    "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], double_in_jax,
+                             "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
+    "in order": WarpBatch(ADD, PAIRS, add_in_jax, options=IN_ORDER,
+                          reason="vmap_method says that slices run in order"),
+    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], lambda x: x + 1, X_OUT, reason=OF_THE_USER),
+    "an adjoint": WarpBatch("out[i] = y[i] * double(y, count, i)", (np.zeros((3, 7), np.int32), PAIRS[0]),
+                            lambda count, y: 2 * y * y, "count: ints, y: floats, out: floats", {"outs": like_last},
+                            gradient=True, reason=OF_THE_USER),
 }  # fmt: skip
 
 
 @functools.cache
 def kernels_of_batches():
-    return kernels_of_programs([(batch.parameters, batch.body) for batch in WARP_BATCHES.values()], "batches")
+    kernels = kernels_of_programs([(batch.parameters, batch.body) for batch in WARP_BATCHES.values()], "batches")
+    overloaded = WARP_BATCHES["an overload"]
+    program = overloaded.parameters, overloaded.body
+    kernels[program] = wp.overload(kernels[program], [floats, floats])
+    return kernels
 
 
 @pytest.fixture(
@@ -4202,7 +4211,7 @@ def test_warp_a_batch_is_one_launch(warp_on_gpu, kind, reasons):
 
 
 @needs_warp
-@pytest.mark.parametrize("kind", [kind for kind, batch in WARP_BATCHES.items() if batch.in_jax])
+@pytest.mark.parametrize("kind", WARP_BATCHES)
 def test_warp_a_batch_on_the_cpu(kind):
     """Gradients, too: of several outputs, through views, of vectors and matrices, and of what a batch shares."""
     WARP_BATCHES[kind].check(OnGpu(run_on_gpu), 0)
@@ -4326,32 +4335,31 @@ WARP_WRITES = [  # statements that write to the input y, or x, an array of vecto
     "wp.tile_store(y, wp.tile_load(out, shape=2))",
     "add_by_name(y, i)",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
-    "src = y\ndst = out\nsrc, dst = dst, src\ndst[i] = 1.0",
     "tail(y)[i] = 1.0",
     "wp.where(i > 0, x, x)[i][0] = 1.0",
     "second, z = second_and_tail(y)\nz[i] = second",
-    "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
     "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
     "h = Holder(y)\nadd_to_held(h, i)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 WRITE_BY_REF = "set_ref(y[i])"  # since Warp 1.19
-WARP_UPDATES = [  # statements that update the output, and its type
-    ("wp.atomic_add(out, 0, y[i])", "floats"),
-    ("out[i] += 1.0", "floats"),
-    ("out[i] = y[i] + 2.0 * out[i]", "floats"),
-    ("out[i].y -= 1.0", "vectors"),
-    ("row = out[i]\nrow[0] += 1.0", "rows"),
-    ("n = wp.atomic_exch(out, i, 1.0)", "floats"),
-    ("wp.tile_atomic_add(out, wp.tile_load(y, shape=2))", "floats"),
-    ("add_by_name(out, i)", "floats"),
-    ("z = out\nif i > 0:\n    z = out[1:]\nz[i] += 1.0", "floats"),
-    ("tail(out)[i] += 1.0", "floats"),
-    ("second, z = second_and_tail(out)\nz[i] -= second", "floats"),
-    ("h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)", "floats"),
-    ("h = Holder(out)\nadd_to_held(h, i)", "floats"),
+WARP_UPDATES = [  # statements that update the output, or do not store in it
+    "wp.atomic_add(out, 0, y[i])",
+    "out[i] += 1.0",
+    "out[i] = y[i] + 2.0 * out[i]",
+    "out[i].y -= 1.0",
+    "row = out[i]\nrow[0] += 1.0",
+    "n = wp.atomic_exch(out, i, 1.0)",
+    "wp.tile_atomic_add(out, wp.tile_load(y, shape=2))",
+    "add_by_name(out, i)",
+    "tail(out)[i] += 1.0",
+    "second, z = second_and_tail(out)\nz[i] -= second",
+    "h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)",
+    "h = Holder(out)\nadd_to_held(h, i)",
+    "n = out.shape[0]",
+    "if i > 9:\n    n = len(out)",
 ]
-WARP_NEVER_STORES = ["n = out.shape[0]", "z = out\nv = z[i]", "if i > 9:\n    n = len(out)"]
+TYPES_OF_OUT = {"out[i].y -= 1.0": "vectors", "row = out[i]\nrow[0] += 1.0": "rows"}  # and of others floats
 WARP_STORES = [  # statements that store in the output, and change no input
     "out[i] = y[i]",
     "z = out[1:]\nz[i] = y[i]\nout[0] = x[i][0]",
@@ -4363,18 +4371,17 @@ WARP_STORES = [  # statements that store in the output, and change no input
     "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
     "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
 ]
-SPECS_OF_OUT = {"floats": spec(3), "vectors": spec(3, 2), "rows": spec(3, 2)}
 X_AND_Y = sample(3, 2), sample(3, seed=1)
 
 
 @functools.cache
 def warp_programs():
     """{statements: kernel} of these tables."""
-    bodies = dict.fromkeys(WARP_WRITES + WARP_NEVER_STORES + WARP_STORES, "floats") | dict(WARP_UPDATES)
+    statements = WARP_WRITES + WARP_UPDATES + WARP_STORES
     if conftest.missing("warp 1.19") is None:
-        bodies[WRITE_BY_REF] = "floats"
-    programs = [(f"x: vectors, y: floats, out: {out}", body) for body, out in bodies.items()]
-    return dict(zip(bodies, kernels_of_programs(programs, "programs", ", enable_backward=False").values()))
+        statements.append(WRITE_BY_REF)
+    programs = [(f"x: vectors, y: floats, out: {TYPES_OF_OUT.get(body, 'floats')}", body) for body in statements]
+    return dict(zip(statements, kernels_of_programs(programs, "programs", ", enable_backward=False").values()))
 
 
 def launched(kernel, out):
@@ -4400,11 +4407,9 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
 
 
 @needs_warp
-@pytest.mark.parametrize("statement, out", [
-    *WARP_UPDATES, *[(body, "floats") for body in WARP_NEVER_STORES],
-])  # fmt: skip
-def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
-    kernel, out = warp_programs()[statement], SPECS_OF_OUT[out]
+@pytest.mark.parametrize("statement", WARP_UPDATES)
+def test_warp_kernel_that_only_updates_an_output_is_refused(statement):
+    kernel, out = warp_programs()[statement], spec(3, 2) if statement in TYPES_OF_OUT else spec(3)
 
     def call(outs=out, **options):
         return partial(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *X_AND_Y)
@@ -4613,25 +4618,15 @@ def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monk
 
 
 @needs_warp
-@on_gpu
-def test_warp_is_exported_for_two_platforms():
-    """A launch has other bytes on each."""
-    f = jax.vmap(product(name="for two platforms"))
-    xs = integers(2, 5), sample(2, 5)
-    checks = xk.export_checks()
-    exported = export.export(jax.jit(f), platforms=["cpu", "cuda"], disabled_checks=checks)(*xs)
-    for platform in ("cpu", "cuda"):
-        args = jax.device_put(xs, jax.devices(platform)[0])
-        check_close(export.deserialize(exported.serialize()).call(*args), xs[0] * xs[1])
-
-
-@needs_warp
-def test_warp_batches_of_any_size_are_exported():
+@pytest.mark.parametrize("platforms", [["cpu"], pytest.param(["cpu", "cuda"], marks=on_gpu)], ids=str)
+def test_warp_batches_of_any_size_are_exported(platforms):
+    """A launch has other bytes on each platform."""
     (n,) = export.symbolic_shape("n")
     f = jax.vmap(product(launch_dims=lambda x, y: x.shape, name="for any number of slices"))
-    program = export.export(jax.jit(f), disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
-    x = sample(3, 5)
-    check_close(program.call(x, x), x * x)
+    program = export.export(jax.jit(f), platforms=platforms, disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
+    for platform in platforms:
+        x = jax.device_put(sample(3, 5), jax.devices(platform)[0])
+        check_close(export.deserialize(program.serialize()).call(x, x), x * x)
 
 
 @needs_warp
