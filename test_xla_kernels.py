@@ -23,7 +23,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import types
@@ -2777,7 +2776,7 @@ def test_gpu_command_buffers(captured, tmp_path):
     """Tests that run on the GPU, with CUDA graphs off, and on for every computation."""
     flags = f"--xla_gpu_enable_command_buffer={captured} --xla_gpu_graph_min_graph_size=1"
     cells = "(numba_cuda- or warp_gpu) and vmap-float32 and (blend or csr_event) and not grad"
-    tests = f"test_on_cuda or stream_order or (gpu and warp_ops) or (test_matrix and {cells})"
+    tests = f"test_on_cuda or stream_order or (gpu and warp_values) or (test_matrix and {cells})"
     outcomes = outcomes_elsewhere(tests, tmp_path, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
     assert set(outcomes.values()) == {"passed"} | skips_for("warp_gpu")
 
@@ -3021,116 +3020,181 @@ def test_gpu_batch_of_any_size_is_one_launch_in_another_process(language):
 # ======================================================================================================
 
 needs_warp = pytest.mark.needs("warp")
-unique_kernel = wp and wp.kernel(module="unique")
 floats = wp and wp.array(dtype=float)
 rows_of_floats = wp and wp.array2d(dtype=float)
 
 
-# -- kernels, how they are wrapped, and the same in JAX ------------------------------------------------
+# -- kernels made of text, and the functions that they call ----------------------------------------------
+
+FUNCTIONS = """
+import warp as wp
+from typing import Any
+floats = wp.array(dtype=float)
+ints = wp.array(dtype=int)
+vectors = wp.array(dtype=wp.vec2)
+matrices = wp.array(dtype=wp.mat22)
+rows = wp.array2d(dtype=float)
+halves = wp.array3d(dtype=wp.float16)
+octets = wp.array(dtype=wp.uint8)
+bools = wp.array(dtype=wp.bool)
+cubes = wp.array4d(dtype=float)
+FACTOR = wp.constant(2.5)
+@wp.struct
+class Params:
+    a: float
+    n: int
+@wp.func
+def add(a: floats, i: int, value: float):
+    a[i] += value
+@wp.func
+def add_by_name(a: floats, i: int):
+    add(i=i, a=a, value=1.0)
+@wp.func
+def tail(a: floats):
+    return a[1:]
+@wp.func
+def second_and_tail(a: floats):
+    return a[1], a[1:]
+@wp.struct
+class Holder:
+    a: floats
+@wp.func
+def add_to_held(h: Holder, i: int):
+    h.a[i] += 1.0
+try:
+    @wp.func
+    def set_ref(r: wp.ref[float]):
+        r = 1.0
+except AttributeError:  # before Warp 1.19
+    set_ref = None
+@wp.struct
+class Inner:
+    axis: wp.vec3
+@wp.struct
+class Settings:
+    gain: float
+    inner: Inner
+    turn: wp.mat22
+@wp.func
+def total(x: rows, i: int):
+    s = float(0.0)
+    for j in range(x.shape[1]):
+        s += x[i, j]
+    return s
+@wp.func
+def row_product(x: rows, i: int):
+    s = float(1.0)
+    for j in range(x.shape[1]):
+        s = s * x[i, j]
+    return s
+@wp.func
+def double(a: floats, count: ints, i: int):
+    return 2.0 * a[i]
+@wp.func_grad(double)
+def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
+    wp.adjoint[a][i] += 2.0 * adj_ret
+    a[i] = 9.0
+    wp.atomic_add(count, 0, 1)
+@wp.func
+def double_again(a: floats, count: ints, i: int):
+    return 2.0 * a[i]
+@wp.func_replay(double_again)
+def count_replays(a: floats, count: ints, i: int):
+    wp.atomic_add(count, 0, 1)
+    return 2.0 * a[i]
+@wp.func
+def double_again_by_call(a: floats, count: ints, i: int):
+    return double_again(a, count, i)
+@wp.func_native("return x + 1.0f;")
+def native(x: float) -> float: ...
+@wp.func_native('''
+    static int inside;
+    int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < patience && count < 2; i++)
+        count = __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
+    __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+    return count;
+''')
+def meet(patience: float) -> float: ...  # how many threads are inside of it; the first waits a while for a second
+"""
+
+
+def kernels_from(sources, options="module='unique'"):
+    """{name: kernel}: of {name: (parameters, body)}, with these functions, and i the index."""
+    text = FUNCTIONS
+    for name, (parameters, body) in sources.items():
+        start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
+        text += f"@wp.kernel({options})\ndef {name}({parameters}):\n{textwrap.indent(start + body, '    ')}\n"
+    file = f"<kernels {next(KERNEL_NUMBERS)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Warp reads it there
+    found = {"__name__": "kernels"}
+    exec(compile(text, file, "exec"), found)
+    return {name: found[name] for name in sources}
+
+
+def kernel_with_body(body, x="floats"):
+    return kernels_from({"kernel": (f"x: {x}, y: floats, out: floats", body)})["kernel"]
+
+
+def kernels_of_programs(programs, module, options=""):
+    """{(parameters, body): kernel}, in one module, as Warp builds each for some 0.4 s."""
+    sources = {f"kernel_{number}": program for number, program in enumerate(programs)}
+    return dict(zip(programs, kernels_from(sources, f"module=wp.get_module({module!r}){options}").values()))
 
 
 WARP_KERNELS = {  # parameters, and what a thread does
-    "multiply": ("x: floats, y: floats, out: floats", "i = wp.tid()\nout[i] = x[i] * y[i]"),
-    "matvec": ("m: wp.array(dtype=wp.mat22), v: vectors, out: vectors", "i = wp.tid()\nout[i] = m[i] * v[i]"),
-    "squares_of_rows": (
-        "x: rows, out: floats",
-        "i = wp.tid()\nrow = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s",
+    "multiply": ("x: floats, y: floats, out: floats", "out[i] = x[i] * y[i]"),
+    "matvec": ("m: matrices, v: vectors, out: vectors", "out[i] = m[i] * v[i]"),
+    "squares_of_rows": ("x: rows, out: floats", "out[i] = x[i, 0] * x[i, 0]"),
+    "histogram": ("index: ints, weight: float, acc: floats", "wp.atomic_add(acc, index[i], weight)"),
+    "every": (
+        "x: wp.array(dtype=wp.vec3), i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings, n: wp.uint64, w: rows, o: rows",
+        "r, c = wp.tid()\nvalues = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + s.turn[1, 0]\n"
+        "o[r, c] = x[r][0] * w[r, c] + values + float(n)",
     ),
-    "smooth": (
-        "x: floats, k: ints, squares: floats, sines: floats, count: ints",
-        "i = wp.tid()\nsquares[i] = x[i] * x[k[i]]\nif i < sines.shape[0]:\n    sines[i] = wp.sin(x[i])\ncount[i] = 1",
+    "takes_doubles": ("x: wp.array(dtype=wp.float64), out: floats", "out[i] = float(x[i])"),
+    "takes_arrays_in_structs": ("h: Holder, out: floats", "out[i] = h.a[i]"),
+    "takes_arrays_of_structs": ("h: wp.array(dtype=Params), out: floats", "out[i] = h[i].a"),
+    "takes_indices": ("t: wp.indexedarray(dtype=float), out: floats", "out[i] = t[i]"),
+    "takes_many_kinds": (
+        "x: floats, factor: floats, kind: int, on: bool, h: wp.handle, out: floats",
+        "out[i] = x[i] + float(kind) + float(h)\nif on and factor:\n    out[i] *= factor[0]",
     ),
-    "histogram": ("index: ints, weight: float, acc: floats", "wp.atomic_add(acc, index[wp.tid()], weight)"),
-    "double_tiles": (
-        "x: floats, out: floats",
-        "i, _thread = wp.tid()\nt = wp.tile_load(x, shape=64, offset=i * 64, storage='shared')\n"
-        "wp.tile_store(out, t * 2.0, offset=i * 64)",
+    "takes_nothing": ("", "pass"),
+    "takes_anything": ("x: wp.array(dtype=Any), out: wp.array(dtype=Any)", "out[i] = x[i]"),
+    "add_up": ("x: floats, out: floats", "wp.atomic_add(out, 0, x[i])"),
+    "store_and_add": (
+        "x: floats, y: floats, out: floats",
+        "out[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])",
     ),
-    "indices": (
-        "x: cubes, out: cubes",
-        "i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] * float(1000 * i + 100 * j + 10 * k + m)",
-    ),
-    "takes_doubles": ("x: wp.array(dtype=wp.float64), out: floats", "out[wp.tid()] = float(x[wp.tid()])"),
-    "takes_arrays_in_structs": ("h: Holder, out: floats", "out[wp.tid()] = h.a[wp.tid()]"),
-    "takes_arrays_of_structs": ("h: wp.array(dtype=Params), out: floats", "out[wp.tid()] = h[wp.tid()].a"),
-    "takes_indices": ("t: wp.indexedarray(dtype=float), out: floats", "out[wp.tid()] = t[wp.tid()]"),
-    "takes_nothing": ("", "wp.tid()"),
-    "takes_anything": ("x: wp.array(dtype=Any), out: wp.array(dtype=Any)", "out[wp.tid()] = x[wp.tid()]"),
+    "doubles": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double(y, count, i)"),
+    "doubles_again": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double_again_by_call(y, count, i)"),
+    "meets": ("x: floats, out: floats", "out[0] = meet(x[0])"),
+    "meets_on_tiles": ("x: floats, out: floats", "wp.tile_store(out, wp.tile_load(x, shape=1))\nout[0] = meet(x[0])"),
 }
+TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
 
 
 @functools.cache
 def warp_kernels():
-    return types.SimpleNamespace(**kernels_from(WARP_KERNELS))
+    wp.init()  # vectors of halves need it
+    return types.SimpleNamespace(**kernels_from(WARP_KERNELS, "module=wp.get_module('kernels')"))
 
 
 PAIR = sample(5), sample(5, seed=1)
-WARP_CASES = {  # by the name of the kernel: options of warp_kernel, arguments of a call, the same in JAX
-    "matvec": ({"outs": spec(3, 2)}, (sample(3, 2, 2), sample(3, 2)), jax.vmap(jnp.matmul)),
-    "squares_of_rows": ({"outs": spec(2), "launch_dims": 2}, (sample(2, 3),), lambda x: (x * x).sum(1)),
-    "smooth": (
-        {"outs": (spec(5), spec(3), spec(5, dtype=np.int32)), "launch_dims": 5},
-        (sample(5), np.array([1, 1, 3, 0, 2], np.int32)),
-        lambda x, k: (x * x[k], jnp.sin(x[:3]), jnp.ones(5, jnp.int32)),
-    ),
-    "double_tiles": (
-        {"outs": like_first, "launch_dims": 2, "tiled": True, "block_dim": 64},
-        (sample(128),),
-        lambda x: 2 * x,
-    ),
-    "indices": (
-        {"outs": like_first},
-        (sample(2, 3, 4, 5),),
-        lambda x: x * jnp.einsum("aijkm,a->ijkm", np.indices((2, 3, 4, 5)), np.array([1000, 100, 10, 1])),
-    ),
-}
-
-
-def wrapped(name, **options):
-    """A kernel of the table, wrapped as its case says."""
-    case_options, _, _ = WARP_CASES[name]
-    return xk.warp_kernel(getattr(warp_kernels(), name), **{**case_options, **options})
 
 
 def product(**options):
     return xk.warp_kernel(warp_kernels().multiply, like_first, **options)
 
 
-def batched(name, axis=0, **options):
-    """A kernel of the table, the same in JAX, and arguments: a batch of the first, whose slices share the others."""
-    _, (first, *others), reference = WARP_CASES[name]
-    in_axes = axis, *[None] * len(others)
-    batch = np.stack([first, 2 * first, 3 * first], axis)
-    return jax.vmap(wrapped(name, **options), in_axes), jax.vmap(reference, in_axes), (batch, *others)
-
-
 @functools.cache
-def kernel_of_every_kind():
-    """A kernel with a parameter of every kind, and values for those passed by value, by name."""
-    wp.init()  # vectors of halves need it
-
-    @wp.struct
-    class Inner:
-        axis: wp.vec3
-
-    @wp.struct
-    class Settings:
-        gain: float
-        inner: Inner
-        turn: wp.mat22
-
-    @unique_kernel
-    def every(x: wp.array(dtype=wp.vec3), i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings, n: wp.uint64,
-              w: rows_of_floats, out: rows_of_floats):  # fmt: skip
-        r, c = wp.tid()
-        values = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + s.turn[1, 0] + float(n)
-        out[r, c] = x[r][0] * w[r, c] + values
-
-    settings = Settings()
+def values_of_every_kind():
+    """For the parameters of `every` that are no arrays, by name."""
+    settings = warp_kernels().every.func.__annotations__["s"]()
     settings.gain = 1.5
     settings.inner.axis = wp.vec3(1.0, 2.0, 3.0)
-    values = {"i": -3, "v": wp.vec3h(4.0, 5.0, 6.0), "m": wp.mat33(*range(9)), "s": settings, "n": 8}
-    return every, values
+    return {"i": -3, "v": wp.vec3h(4.0, 5.0, 6.0), "m": wp.mat33(*range(9)), "s": settings, "n": 8}
 
 
 EVERY = sample(2, 3), sample(2, 3, seed=1)
@@ -3138,9 +3202,8 @@ EVERY = sample(2, 3), sample(2, 3, seed=1)
 
 def call_every(x, w, name=None, **others):
     """A call with those values, or others."""
-    kernel, values = kernel_of_every_kind()
-    options = {"launch_dims": (2, 3), "block_dim": 4, "differentiable": True, "name": name}
-    return xk.warp_kernel(kernel, spec(2, 3), **options)(x, *(values | others).values(), w)
+    f = xk.warp_kernel(warp_kernels().every, like_last, launch_dims=(2, 3), block_dim=4, differentiable=True, name=name)
+    return f(x, *(values_of_every_kind() | others).values(), w)
 
 
 def every_in_jax(x, w):
@@ -3148,37 +3211,15 @@ def every_in_jax(x, w):
     return x[:, :1] * w + (-3 + 5 + 7 + 1.5 + 3 + 8)
 
 
-# -- values --------------------------------------------------------------------------------------------
-
-NEEDED_BY_PATH = {"cpu": "warp", "gpu": "warp_gpu"}
-
-
-@pytest.fixture(params=[pytest.param(path, marks=pytest.mark.needs(need)) for path, need in NEEDED_BY_PATH.items()])
+@pytest.fixture(params=[
+    pytest.param("cpu", marks=needs_warp), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu")),
+])  # fmt: skip
 def warp_path(request):
     """On the CPU, and on a GPU."""
     return request.param
 
 
-@pytest.mark.parametrize("name", WARP_CASES)
-def test_warp_ops(name, warp_path):
-    """Gradients, too: of several outputs, through views, of vectors and matrices, and of what a batch shares."""
-    _, args, reference = WARP_CASES[name]
-    check_close(wrapped(name)(*args), reference(*args))
-    f, reference, args = batched(name, axis=1, differentiable=True)
-    check_close(f(*args), reference(*args))
-    check_close(gradient(f, args)(*args), gradient(reference, args)(*args), 1e-4)
-
-
-def test_warp_tiles_need_whole_blocks(warp_path):
-    """Of a GPU; one of the CPU has one thread."""
-    _, (x,), reference = WARP_CASES["double_tiles"]
-    check_close(wrapped("double_tiles", tiled=False, launch_dims=(2, 64))(x), reference(x))
-    part = wrapped("double_tiles", tiled=False, launch_dims=(2, 1))
-    if warp_path == "cpu":
-        check_close(part(x), reference(x))
-    else:
-        with pytest.raises(ValueError, match=r"all 64 threads of a block .* are 2 threads: with tiled=True"):
-            part(x)
+# -- values --------------------------------------------------------------------------------------------
 
 
 def test_warp_values(warp_path):
@@ -3202,9 +3243,9 @@ def test_warp_values_are_exported():
 @needs_warp
 def test_warp_struct_that_changes_is_another_value():
     """And one that equals what it was is that value, also in another object: then nothing is traced."""
-    every, values = kernel_of_every_kind()
     traced = []
-    f = xk.warp_kernel(every, lambda *args: traced.append(args) or args[-1], launch_dims=(2, 3))
+    f = xk.warp_kernel(warp_kernels().every, lambda *args: traced.append(args) or args[-1], launch_dims=(2, 3))
+    values = values_of_every_kind()
     settings = deepcopy(values["s"])
     for gain, n_traced in ((1.5, 1), (4.0, 2), (1.5, 2)):
         settings.gain = gain
@@ -3213,21 +3254,12 @@ def test_warp_struct_that_changes_is_another_value():
         assert len(traced) == n_traced
 
 
-def add_to_histogram(index, weight, acc, **options):
-    """Where an input is also the output."""
-    options = {"outs": lambda index, weight, acc: acc, "in_out_argnames": ["acc"], **options}
-    return xk.warp_kernel(warp_kernels().histogram, **options)(index, weight, acc)
-
-
-def test_warp_in_out(warp_path):
-    """Outputs of empty launches are what they start from, or zeros."""
-    rows, acc, starts = jnp.array([[0, 0, 0, 0], [1, 1, 1, 2]]), jnp.ones(3), integers(2, 3)
-    check_close(jax.vmap(add_to_histogram, (0, None, None))(rows, 0.5, acc), [[3, 1, 1], [1, 2.5, 1.5]])
-    check_close(acc, [1, 1, 1])
-    of_nothing = jax.vmap(partial(add_to_histogram, launch_dims=0), (None, None, 0))
-    check_close(of_nothing(rows[0], 0.5, starts), starts)
+def test_warp_outputs_of_empty_launches_are_what_they_start_from_or_zeros(warp_path):
+    options = {"launch_dims": 0, "in_out_argnames": ["out"]}
+    x, starts = jnp.arange(4.0), jnp.ones((2, 3))
+    check_close(jax.vmap(xk.warp_kernel(warp_kernels().add_up, like_last, **options), (None, 0))(x, starts), starts)
     assert not product(launch_dims=0)(*PAIR).any()
-    assert product()(acc[:0], acc[:0]).shape == (0,)
+    assert product()(x[:0], x[:0]).shape == (0,)
 
 
 # -- derivatives ---------------------------------------------------------------------------------------
@@ -3235,9 +3267,8 @@ def test_warp_in_out(warp_path):
 
 def test_warp_adjoints_change_no_outputs(warp_path):
     """Warp runs the functions that a kernel calls again in the adjoint, which also changes its cotangent."""
-    body = "i = wp.tid()\nout[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])"
     options = {"differentiable": True, "zero_outputs": False}  # as the kernel stores in `out` before it adds to it
-    f = xk.warp_kernel(kernel_with_body(body), like_first, **options)
+    f = xk.warp_kernel(warp_kernels().store_and_add, like_first, **options)
     out, pullback = jax.vjp(f, jnp.arange(1.0, 5.0), jnp.ones(4))
     ct = jnp.arange(4.0)
     check_close(pullback(ct), ([0, 5, 12, 24], [0, 0, 2, 3]))
@@ -3245,11 +3276,10 @@ def test_warp_adjoints_change_no_outputs(warp_path):
     check_close(out, [2, 6, 10, 17])
 
 
-@pytest.mark.parametrize("function", ["double", "double_again_by_call"])
-def test_warp_custom_gradients_change_no_inputs(function, warp_path):
+@pytest.mark.parametrize("kernel", ["doubles", "doubles_again"])
+def test_warp_custom_gradients_change_no_inputs(kernel, warp_path):
     """Those that write to an array of floats, or count calls, and functions that are run again by another one."""
-    kernel = kernel_with_body(f"i = wp.tid()\nout[i] = y[i] * {function}(y, x, i)", x="ints")
-    f = xk.warp_kernel(kernel, like_last, differentiable=True)
+    f = xk.warp_kernel(getattr(warp_kernels(), kernel), like_last, differentiable=True)
     count, y, ct = jnp.zeros(3, jnp.int32), jnp.arange(1.0, 4.0), jnp.arange(3.0)
     out, pullback = jax.vjp(lambda y: f(count, y), y)
     check_close(pullback(ct), (4 * jnp.arange(1.0, 4.0) * ct,))
@@ -3288,22 +3318,20 @@ def test_warp_generated_kernels_are_theirs_by_constant_and_option(warp_path, mon
 
 def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
     """How much Warp prints, which the library changes for a while, is the user's choice afterwards."""
-    setting, choice = ("log_level", 20) if hasattr(wp.config, "log_level") else ("quiet", False)
-    monkeypatch.setattr(wp.config, setting, choice)
-    constants = range(1, 5)
-    functions = [kernel_with_a_constant(float(constant)) for constant in constants]
+    monkeypatch.setattr(wp.config, "log_level", 20)
+    functions = {constant: kernel_with_a_constant(constant) for constant in (1.0, 2.0, 3.0)}
 
     def work(constant):
-        check_close(functions[constant - 1](PAIR[0]), PAIR[0] * constant)
+        check_close(functions[constant](PAIR[0]), PAIR[0] * constant)
 
-    in_threads(work, [*constants, *constants])
-    assert getattr(wp.config, setting) == choice
+    in_threads(work, [*functions, *functions])
+    assert wp.config.log_level == 20
 
 
-SLICES = {  # how a kernel meets others: its body, options, threads that call it, and whether slices overlap
-    "as they come": ("out[0] = meet(x[0])", {}, 1, True),
-    "in order": ("out[0] = meet(x[0])", {"vmap_method": "sequential"}, 1, False),
-    "on tiles": ("wp.tile_store(out, wp.tile_load(x, shape=1))\nout[0] = meet(x[0])", {"tiled": True}, 4, False),
+SLICES = {  # how a kernel meets others: the kernel, options, threads that call it, and whether slices overlap
+    "as they come": ("meets", {}, 1, True),
+    "in order": ("meets", IN_ORDER, 1, False),
+    "on tiles": ("meets_on_tiles", {"tiled": True}, 4, False),
 }
 
 
@@ -3312,17 +3340,12 @@ SLICES = {  # how a kernel meets others: its body, options, threads that call it
 @pytest.mark.parametrize("how", SLICES)
 def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(how):
     """Warp keeps the CPU's memory of all tiles behind one pointer."""
-    body, options, n_threads, overlap = SLICES[how]
-    f = xk.warp_kernel(kernel_with_body(body), like_first, launch_dims=1, **options)
-    run = jax.jit(jax.vmap(f, (0, None)))
+    kernel, options, n_threads, overlap = SLICES[how]
+    run = jax.jit(jax.vmap(xk.warp_kernel(getattr(warp_kernels(), kernel), like_first, launch_dims=1, **options)))
     patience = np.full((16, 1), 1e6, np.float32)
-
-    def most_at_once(_):
-        return run(patience, PAIR[0]).max()
-
     with ThreadPoolExecutor(n_threads) as pool:
         for _ in range(100 if overlap else 5):  # a busy machine may leave the caller alone
-            most = max(pool.map(most_at_once, range(n_threads)))
+            most = max(np.max(result) for result in pool.map(run, [patience] * n_threads))
             if most > 1:
                 break
     assert (most > 1) == overlap
@@ -3332,10 +3355,9 @@ def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(h
 
 
 def capsule_address(capsule):
-    """The address of the C function in a PyCapsule."""
-    name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    return pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, name(capsule))
+    """The address of the C function in a PyCapsule of JAX's, which has no name."""
+    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    return get_pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, None)
 
 
 class FakeWarp(FakeGpus):
@@ -3346,15 +3368,15 @@ class FakeWarp(FakeGpus):
 
     def __init__(self):
         super().__init__()
-        self.load_library, self.make_array, self.record_on_cpu = ctypes.CDLL, wp.array.__init__, wp.launch
+        self.make_array, self.record_on_cpu = wp.array.__init__, wp.launch
         self.recorded = {}  # by CUfunction
         self.z = ctypes.c_uint32(0)  # of the block, whose address is in machine code
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
-        launch = ctypes.CFUNCTYPE(number, pointer, *[number] * 7, pointer, ctypes.POINTER(pointer), pointer)
+        start = partial(ctypes.CFUNCTYPE, number, pointer)
         self.library = types.SimpleNamespace(
-            cuLaunchKernel=launch(self.launch),
-            cuMemcpyDtoDAsync_v2=ctypes.CFUNCTYPE(number, pointer, pointer, size, pointer)(self.copy),
-            cuMemsetD8Async=ctypes.CFUNCTYPE(number, pointer, ctypes.c_ubyte, size, pointer)(self.fill),
+            cuLaunchKernel=start(*[number] * 7, pointer, ctypes.POINTER(pointer), pointer)(self.launch),
+            cuMemcpyDtoDAsync_v2=start(pointer, size, pointer)(self.copy),
+            cuMemsetD8Async=start(ctypes.c_ubyte, size, pointer)(self.fill),
             cuCtxGetCurrent=lambda context: 0,
             cuCtxSetCurrent=lambda context: 0,
             cuFuncGetAttribute=lambda value, attribute, function: 0,
@@ -3366,7 +3388,7 @@ class FakeWarp(FakeGpus):
 
         super().patch(monkeypatch)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(ctypes, "CDLL", self.open_library)
+        monkeypatch.setattr(xk._LibCuda, "__init__", lambda libcuda: setattr(libcuda, "library", self.library))
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
         self.grids, self.others = [], set()  # of launches: what goes with their grids
@@ -3380,9 +3402,6 @@ class FakeWarp(FakeGpus):
     def fill(self, target, value, size, stream):
         ctypes.memset(target, value, size)
         return 0
-
-    def open_library(self, name, *args, **options):
-        return self.library if name == "libcuda.so.1" else self.load_library(name, *args, **options)
 
     def record(self, kernel, *args, device, block_dim, **options):
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
@@ -3442,123 +3461,15 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
     assert fake_gpu.grids == [(2**19, 2, 1)]
 
 
-# -- functions, and kernels that call them ---------------------------------------------------------------
-
-FUNCTIONS = """
-import warp as wp
-from typing import Any
-floats = wp.array(dtype=float)
-ints = wp.array(dtype=int)
-vectors = wp.array(dtype=wp.vec2)
-rows = wp.array2d(dtype=float)
-halves = wp.array3d(dtype=wp.float16)
-cubes = wp.array4d(dtype=float)
-FACTOR = wp.constant(2.5)
-@wp.struct
-class Params:
-    a: float
-    n: int
-@wp.func
-def add(a: floats, i: int, value: float):
-    a[i] += value
-@wp.func
-def add_by_name(a: floats, i: int):
-    add(i=i, a=a, value=1.0)
-@wp.func
-def tail(a: floats):
-    return a[1:]
-@wp.func
-def second_and_tail(a: floats):
-    return a[1], a[1:]
-@wp.struct
-class Holder:
-    a: floats
-@wp.func
-def add_to_held(h: Holder, i: int):
-    h.a[i] += 1.0
-try:
-    @wp.func
-    def set_ref(r: wp.ref[float]):
-        r = 1.0
-except AttributeError:  # before Warp 1.19
-    set_ref = None
-@wp.func
-def scale(a: floats, i: int):
-    a[i] *= 2.0
-@wp.func
-def total(x: rows, i: int):
-    s = float(0.0)
-    for j in range(x.shape[1]):
-        s += x[i, j]
-    return s
-@wp.func
-def row_product(x: rows, i: int):
-    s = float(1.0)
-    for j in range(x.shape[1]):
-        s = s * x[i, j]
-    return s
-@wp.func
-def double(a: floats, count: ints, i: int):
-    return 2.0 * a[i]
-@wp.func_grad(double)
-def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
-    wp.adjoint[a][i] += 2.0 * adj_ret
-    a[i] = 9.0
-    wp.atomic_add(count, 0, 1)
-@wp.func
-def double_again(a: floats, count: ints, i: int):
-    return 2.0 * a[i]
-@wp.func_replay(double_again)
-def count_replays(a: floats, count: ints, i: int):
-    wp.atomic_add(count, 0, 1)
-    return 2.0 * a[i]
-@wp.func
-def double_again_by_call(a: floats, count: ints, i: int):
-    return double_again(a, count, i)
-@wp.func_native("return x + 1.0f;")
-def native(x: float) -> float: ...
-@wp.func
-def cube(x: float):
-    return x * x * x
-@wp.func_grad(cube)
-def adj_cube(x: float, adj_ret: float):
-    wp.adjoint[x] += 30.0 * x * x * adj_ret  # ten times too large, to see that it is called
-@wp.func_native('''
-    static int inside;
-    int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-    for (int i = 0; i < patience && count < 2; i++)
-        count = __atomic_load_n(&inside, __ATOMIC_SEQ_CST);
-    __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
-    return count;
-''')
-def meet(patience: float) -> float: ...  # how many threads are inside of it; the first waits a while for a second
-"""
-
-
-def kernels_from(sources, options="module='unique'", folder=None):
-    """{name: kernel}: of {name: (parameters, body)}, which may have these functions.  Warp reads the file."""
-    text = [FUNCTIONS]
-    for name, (parameters, body) in sources.items():
-        text.append(f"@wp.kernel({options})\ndef {name}({parameters}):\n{textwrap.indent(body, '    ')}")
-    with tempfile.TemporaryDirectory() as temporary:
-        path = pathlib.Path(folder or temporary, "kernels.py")
-        path.write_text("\n".join(text))
-        found = runpy.run_path(str(path))
-    return {name: found[name] for name in sources}
-
-
-def kernel_with_body(body, x="floats", out="floats"):
-    return kernels_from({"kernel": (f"x: {x}, y: floats, out: {out}", body)})["kernel"]
-
-
 # -- a batch is one launch: on a GPU that is made of the CPU, and on a real one --------------------------
 
 
 class WarpBatch(typing.NamedTuple):
-    """A kernel on three slices of its inputs; in its body, i is the first index."""
+    """A kernel on slices of its inputs."""
 
     body: str
     inputs: tuple
+    in_jax: Callable  # the same of a slice
     parameters: str = "x: floats, y: floats, out: floats"
     options: typing.Any = types.MappingProxyType({})
     values: tuple = ()  # of the parameters after the inputs
@@ -3566,72 +3477,112 @@ class WarpBatch(typing.NamedTuple):
     reason: str | None = None  # why three slices are three launches
 
     def op(self):
-        kernel = kernels_of_batches()[self.parameters, self.body]
-        kernel = wp.overload(kernel, [floats, floats]) if kernel.is_generic else kernel
-        return xk.warp_kernel(kernel, **{"outs": like_first, "differentiable": self.gradient, **self.options})
+        options = {"outs": like_first, "differentiable": self.gradient, **self.options}
+        return xk.warp_kernel(kernels_of_batches()[self.parameters, self.body], **options)
 
-    def function(self):
-        """Of a slice of the inputs."""
-        op = self.op()
-        loss = lambda *x: jnp.sin(op(*x)).sum()
-        return jax.grad(loss, tuple(range(len(self.inputs)))) if self.gradient else lambda *x: op(*x, *self.values)
+    def check(self, gpu, n_launches):
+        function, in_jax = self.op(), self.in_jax
+        if self.gradient:
+            function, in_jax = gradient(function, self.inputs), gradient(in_jax, self.inputs)
+        in_axes = [0 if len(x) == len(self.inputs[0]) else None for x in self.inputs]
+        expected = jax.vmap(in_jax, in_axes)(*self.inputs)
+        gpu.check(lambda *x: function(*x, *self.values), self.inputs, n_launches, expected)
 
 
+def add_in_jax(x, y, *others):
+    return x + 2 * y
+
+
+def double_in_jax(x):
+    return 2 * x
+
+
+def stencil_in_jax(x, y):
+    return jnp.sin(x) * y + x[jnp.maximum(jnp.arange(7) - 1, 0)]
+
+
+def views_in_jax(x, b, c, q):
+    b, c, last = b[:, None, None], c[:, None, None], q[:, 3, None, None]
+    return jnp.where(c, x + b, last.astype(x.dtype))
+
+
+def outputs_in_jax(x, k):
+    return x * x[k], jnp.sin(x).sum(keepdims=True), jnp.ones(5, jnp.int32)
+
+
+def names_in_jax(x, y):
+    return jnp.stack([2.5 * y[0], y[1], 2.5 * y[2], y[1], 2.5 * y[4], y[1], 0])
+
+
+NAMES = """if i == 6: return
+z = out
+for k in range(wp.static(6)):
+    if k == i:
+        x = y
+if i % 2 == 0:
+    z[i] = x[i] * FACTOR
+else:
+    add(out, i, tail(x)[0])"""
 X_OUT = "x: floats, out: floats"
 ADD = "out[i] = x[i] + 2.0 * y[i]"
-LOSS = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
-IN_OUT = {"parameters": "x: floats, y: floats", "options": {"outs": like_last, "in_out_argnames": ["y"]}}
-TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
-ON_TILES = {"launch_dims": 2, "tiled": True, "block_dim": 64}
-HALVES, EMPTY = sample(3, 2, 3, 2).astype(np.float16), np.zeros((3, 0), np.float32)
+STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
+SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
+LONG, EMPTY = sample(3, 1030), np.zeros((3, 0), np.float32)
 OF_THE_USER = "it calls C++, or has adjoints or code transformers, of your own"
 WARP_BATCHES = {
-    "elementwise": WarpBatch(ADD, PAIRS),
-    "shared operand": WarpBatch(ADD, SHARED),
-    "1,000 slices": WarpBatch(ADD, (sample(1000, 16), sample(1000, 16))),
-    "large blocks": WarpBatch(ADD, (sample(3, 1030), sample(3, 1030)), options={"block_dim": 1024}),
-    "four dimensions": WarpBatch("i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] + float(m)",
-                                 (sample(3, 2, 1, 3, 2),), "x: cubes, out: cubes"),
-    "vectors": WarpBatch("v = m[i] * x[i]\nv[0] += 1.0\nout[i] = v", (sample(3, 6, 2), sample(3, 6, 2, 2)),
-                         "x: vectors, m: wp.array(dtype=wp.mat22), out: vectors"),
+    "shared operand": WarpBatch(ADD, SHARED, add_in_jax),
+    "1,000 slices": WarpBatch(ADD, (sample(1000, 16), sample(1000, 16)), add_in_jax),
+    "large blocks": WarpBatch(ADD, (LONG, LONG), add_in_jax, options={"block_dim": 1024}),
+    "four dimensions": WarpBatch(
+        "i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] + float(12 * i + 6 * j + 2 * k + m)",
+        (sample(3, 2, 2, 3, 2),), lambda x: x + jnp.arange(24.0).reshape(x.shape), "x: cubes, out: cubes"),
     "dtypes and views": WarpBatch(
         "i, j, k = wp.tid()\nout[i, j, k] = wp.where(c[i], x[i][j, k] + wp.float16(b[i]), wp.float16(q[i][3]))",
-        (HALVES, np.ones((3, 2), np.uint8), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
-        "x: halves, b: wp.array(dtype=wp.uint8), c: wp.array(dtype=wp.bool), q: wp.array(dtype=wp.quat), out: halves"),
-    "in-out": WarpBatch("y[i] = y[i] * 2.0 + x[i]", PAIRS, **IN_OUT),
-    "in-out from what is shared": WarpBatch("y[i] = y[i] * 2.0 + x[i]", SHARED, **IN_OUT),
-    "atomics into zeros": WarpBatch("wp.atomic_add(out, i % 4, x[i])", PAIRS[:1], X_OUT,
-                                    {"outs": spec(4), "zero_outputs": True, "launch_dims": 7}),
-    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1],
+        (sample(3, 2, 3, 2).astype("f2"), np.ones((3, 2), "u1"), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
+        views_in_jax, "x: halves, b: octets, c: bools, q: wp.array(dtype=wp.quat), out: halves"),
+    "in-out before an input": WarpBatch("y[i] = y[i] + 2.0 * x[i]", PAIRS, add_in_jax, "y: floats, x: floats",
+                                        {"outs": like_first, "in_out_argnames": ["y"]}),
+    "in-out from what is shared": WarpBatch("y[i] = x[i] + 2.0 * y[i]", SHARED, add_in_jax, "x: floats, y: floats",
+                                            {"outs": like_last, "in_out_argnames": ["y"]}),
+    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1], lambda x: x + 7,
                         "x: floats, v: wp.vec3, s: wp.int64, none: floats, out: floats", values=((1, 2, 3), 5, None)),
-    "gradient": WarpBatch(LOSS, PAIRS, gradient=True),
-    "gradient, shared operand": WarpBatch(LOSS, SHARED, gradient=True),
-    "gradient, vectors": WarpBatch("wp.atomic_add(out, 0, wp.dot(x[i], x[i]))", (sample(3, 7, 2),),
-                                   "x: vectors, out: floats", {"outs": spec(1), "zero_outputs": True}, gradient=True),
-    "tiles": WarpBatch(TILES, (sample(3, 128),), X_OUT, ON_TILES),
-    "gradient of tiles": WarpBatch(TILES, (sample(3, 128),), X_OUT, ON_TILES, gradient=True),
-    "0-d and empty": WarpBatch("out[i] = x[i] * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), EMPTY),
-                               "x: floats, y: floats, z: floats, out: floats"),
-    "nothing": WarpBatch(ADD, (EMPTY, EMPTY)),
-    "functions and names": WarpBatch("z = out\nif i % 2 == 0:\n    z[i] = 1.0\nelse:\n    add(out, i, tail(x)[0])",
-                                     PAIRS[:1], X_OUT, {"zero_outputs": True}),
-    "a parameter is assigned": WarpBatch("for k in range(7):\n    if k == i:\n        x = y\nout[i] = x[i]", PAIRS),
-    "constants": WarpBatch("if i == 6: return\nfor j in range(wp.static(2)):\n    out[i] = x[i] * FACTOR + float(j)",
-                           PAIRS[:1], X_OUT, {"zero_outputs": True}),
-    "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
-    "in order": WarpBatch(ADD, PAIRS, options=IN_ORDER, reason="vmap_method says that slices run in order"),
-    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], X_OUT, reason=OF_THE_USER),
-    "an adjoint": WarpBatch("out[i] = cube(x[i])", PAIRS[:1], X_OUT, gradient=True, reason=OF_THE_USER),
+    "gradient": WarpBatch(STENCIL, PAIRS, stencil_in_jax, gradient=True),
+    "gradient, shared operand": WarpBatch(STENCIL, SHARED, stencil_in_jax, gradient=True),
+    "gradient, matrices and vectors": WarpBatch(
+        "out[i] = m[i] * v[i]", (sample(3, 6, 2, 2), sample(6, 2)), jax.vmap(jnp.matmul),
+        "m: matrices, v: vectors, out: vectors", {"outs": like_last}, gradient=True),
+    "gradient, views of rows": WarpBatch(
+        SQUARES_OF_ROWS, (sample(3, 2, 4),), lambda x: (x * x).sum(1),
+        "x: rows, out: floats", {"outs": spec(2), "launch_dims": 2}, gradient=True),
+    "gradient, outputs that differ": WarpBatch(
+        "squares[i] = x[i] * x[k[i]]\nwp.atomic_add(sines, 0, wp.sin(x[i]))\ncount[i] = 1",
+        (sample(3, 5), np.array([1, 1, 3, 0, 2], np.int32)), outputs_in_jax,
+        "x: floats, k: ints, squares: floats, sines: floats, count: ints",
+        {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, gradient=True),
+    "gradient, tiles": WarpBatch(TILES, (sample(3, 128),), double_in_jax, X_OUT,
+                                 {"launch_dims": 2, "tiled": True, "block_dim": 64}, gradient=True),
+    "0-d and empty": WarpBatch("out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), EMPTY),
+                               add_in_jax, "x: floats, y: floats, z: floats, out: floats"),
+    "nothing": WarpBatch(ADD, (EMPTY, EMPTY), add_in_jax),
+    "names": WarpBatch(NAMES, PAIRS, names_in_jax, options={"zero_outputs": True}),
+    "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], double_in_jax,
+                             "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
+    "in order": WarpBatch(ADD, PAIRS, add_in_jax, options=IN_ORDER,
+                          reason="vmap_method says that slices run in order"),
+    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], lambda x: x + 1, X_OUT, reason=OF_THE_USER),
+    "an adjoint": WarpBatch("out[i] = y[i] * double(y, count, i)", (np.zeros((3, 7), np.int32), PAIRS[0]),
+                            lambda count, y: 2 * y * y, "count: ints, y: floats, out: floats", {"outs": like_last},
+                            gradient=True, reason=OF_THE_USER),
 }  # fmt: skip
 
 
 @functools.cache
 def kernels_of_batches():
-    """{(parameters, body): kernel}, in one module, as Warp builds each for some 0.4 s."""
-    keys = dict.fromkeys((batch.parameters, batch.body) for batch in WARP_BATCHES.values())
-    started = [(parameters, body if "wp.tid()" in body else f"i = wp.tid()\n{body}") for parameters, body in keys]
-    sources = {f"kernel_{number}": source for number, source in enumerate(started)}
-    return dict(zip(keys, kernels_from(sources, "module=wp.get_module('batches')").values()))
+    kernels = kernels_of_programs([(batch.parameters, batch.body) for batch in WARP_BATCHES.values()], "batches")
+    for program, kernel in kernels.items():
+        if kernel.is_generic:
+            kernels[program] = wp.overload(kernel, [floats, floats])
+    return kernels
 
 
 @pytest.fixture(
@@ -3649,8 +3600,27 @@ def warp_on_gpu(request, monkeypatch):
 def test_warp_a_batch_is_one_launch(warp_on_gpu, kind, reasons):
     batch = WARP_BATCHES[kind]
     n_launches = 3 if batch.reason else min(1, batch.inputs[0].size)
-    warp_on_gpu.check(batch.function(), batch.inputs, n_launches * (1 + batch.gradient))
+    batch.check(warp_on_gpu, n_launches * (1 + batch.gradient))
     assert reasons() == {batch.reason} - {None}
+
+
+@needs_warp
+@pytest.mark.parametrize("kind", WARP_BATCHES)
+def test_warp_a_batch_on_the_cpu(kind):
+    """Gradients, too: of several outputs, through views, of vectors and matrices, and of what a batch shares."""
+    WARP_BATCHES[kind].check(OnGpu(run_on_gpu), 0)
+
+
+@pytest.mark.parametrize("n_threads", [1, 64])
+def test_warp_tiles_need_whole_blocks(warp_path, n_threads):
+    """Of a GPU; one of the CPU has one thread."""
+    kernel, x = kernels_of_batches()[X_OUT, TILES], sample(128)
+    f = xk.warp_kernel(kernel, like_first, launch_dims=(2, n_threads), block_dim=64)
+    if warp_path == "cpu" or n_threads == 64:
+        check_close(f(x), 2 * x)
+    else:
+        with pytest.raises(ValueError, match=r"all 64 threads of a block .* are 2 threads: with tiled=True"):
+            f(x)
 
 
 def fresh_kernel(**options):
@@ -3665,12 +3635,12 @@ def fresh_kernel(**options):
     return fresh
 
 
-def test_warp_batches_share_a_kernel_whatever_their_slices_share(warp_on_gpu, monkeypatch):
+def test_warp_batches_share_a_kernel_in_all_threads_and_whatever_their_slices_share(warp_on_gpu, monkeypatch):
     built, make = [], xk._make_kernel_in_z
     monkeypatch.setattr(xk, "_make_kernel_in_z", lambda *args: built.append(args) or make(*args))
     op = xk.warp_kernel(fresh_kernel(), like_first)
-    for inputs in (PAIRS, SHARED, [np.tile(x, (2, 1)) for x in PAIRS]):
-        warp_on_gpu.check(op, inputs, 1)
+    warp_on_gpu.check_threads(op)
+    warp_on_gpu.check(op, SHARED, 1)
     assert len(built) == 1
 
 
@@ -3679,49 +3649,37 @@ def test_warp_batch_of_a_kernel_without_a_grid_stride_is_one_launch(warp_on_gpu)
     warp_on_gpu.check(xk.warp_kernel(fresh_kernel(grid_stride=False), like_first), PAIRS, 1)
 
 
-def sum_after_two_calls(f, x, y):
-    return jax.lax.scan(lambda x, _: (f(x, y), None), x, length=2)[0].sum()
+NESTED = {  # where the axes of x and y are in the outer batches and the inner ones, their shapes, and launches
+    "one step apart": (((0, None), (0, None)), (3, 2, 7), (7,), 1),
+    "not one step apart": (((0, None), (None, 0)), (3, 7), (2, 7), 3),  # a launch for each inner loop
+    "70,000 slices": (((0, 0),), (70_000, 7), (70_000, 7), 2),  # a grid has 65,535 blocks along z
+}
 
 
-PROGRAMS = {  # of a function of x and y, the shapes of these, and how many launches that takes
-    "nested": (lambda f: jax.vmap(jax.vmap(f)), (3, 2, 7), (3, 2, 7), 1),
-    "nested, shared by both": (lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None)), (3, 2, 7), (7,), 1),
-    # slices are not one step apart: a launch for each inner loop
-    "pairs": (lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None)), (3, 7), (2, 7), 3),
-    "nested, shared by one": (lambda f: jax.vmap(jax.vmap(f), (0, None)), (3, 2, 7), (2, 7), 3),
-    "70,000 slices": (jax.vmap, (70_000, 7), (70_000, 7), 2),  # a grid has 65,535 blocks along z
-    "gradient of a loop": (lambda f: jax.vmap(jax.grad(partial(sum_after_two_calls, f), (0, 1))), (3, 7), (3, 7), 4),
-    "gradient of what is shared": (
-        lambda f: jax.grad(lambda x, y: jax.vmap(f, (0, None))(x, y).sum(), 1), (3, 7), (7,), 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", PROGRAMS)
-def test_warp_programs_of_batches(warp_on_gpu, kind):
-    program, *shapes, n_launches = PROGRAMS[kind]
-    args = [sample(*shape, seed=shape[0]) for shape in shapes]
+@pytest.mark.parametrize("kind", NESTED)
+def test_warp_nested_batches(warp_on_gpu, kind):
+    axes, *shapes, n_launches = NESTED[kind]
+    f, in_jax = WARP_BATCHES["shared operand"].op(), add_in_jax
+    for in_axes in reversed(axes):
+        f, in_jax = jax.vmap(f, in_axes), jax.vmap(in_jax, in_axes)
+    x, y = [sample(*shape, seed=shape[0]) for shape in shapes]
     LAUNCHED.clear()
-    results = warp_on_gpu.run(program(WARP_BATCHES["gradient"].op()), *args)
+    check_close(warp_on_gpu.run(f, x, y), in_jax(x, y))
     assert len(LAUNCHED) == n_launches
-    same = lambda x, y: jnp.sin(x) * y + x[jnp.maximum(jnp.arange(7) - 1, 0)]
-    check_close(results, program(same)(*args), 1e-3)
 
 
 @needs_fake_gpu
-@pytest.mark.parametrize("options, n", [({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1)], ids=str)
-def test_warp_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch, options, n):
+def test_warp_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch):
     """An exported program may have a batch of it, in a process that lowers none."""
     monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
-    op = xk.warp_kernel(fresh_kernel(), like_first, **options)
-    before = len(fake_gpu.handlers)
-    jax.eval_shape(op, spec(7), spec(7))
-    assert len(fake_gpu.handlers) == before + n
-    fake_gpu.run(jax.vmap(op), *PAIRS)
-    assert len(fake_gpu.handlers) == before + n + (not options)
-
-
-def test_warp_threads_make_batches_at_once(warp_on_gpu):
-    warp_on_gpu.check_threads(xk.warp_kernel(fresh_kernel(), like_first))
+    kernel = fresh_kernel()
+    for options, n_handlers in ({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1):
+        op = xk.warp_kernel(kernel, like_first, **options)
+        before = len(fake_gpu.handlers)
+        jax.eval_shape(op, spec(7), spec(7))
+        assert len(fake_gpu.handlers) == before + n_handlers
+        fake_gpu.run(jax.vmap(op), *PAIRS)
+        assert len(fake_gpu.handlers) == before + n_handlers + (not options)
 
 
 @pytest.mark.needs("warp_gpu")
@@ -3731,33 +3689,33 @@ def test_warp_batches_over_a_mesh_are_a_launch_on_each_device(monkeypatch):
     x, y = sample(8, 7), sample(7, seed=1)
     put = lambda array, *axes: jax.device_put(array, jax.NamedSharding(mesh, jax.P(*axes)))
     LAUNCHED.clear()
-    results = run_on_gpu(jax.vmap(WARP_BATCHES["elementwise"].op(), (0, None)), put(x, "i"), put(y))
+    results = run_on_gpu(jax.vmap(WARP_BATCHES["shared operand"].op(), (0, None)), put(x, "i"), put(y))
     assert len(LAUNCHED) == mesh.size
     check_close(results, x + 2 * y)
 
 
-NO_CPP = "_MOVE_SNIPPET", "this is no C++ {field}"
-
-
-@pytest.mark.parametrize("happen, reason", [
-    (lambda patch, kernel: patch(kernel.adj, "transformers", [ast.NodeTransformer()]), "it .* code transformers"),
-    (lambda patch, kernel: patch(kernel.func.__closure__[0], "cell_contents", 0.5), "what it names is something else"),
-    (lambda patch, kernel: patch(xk, *NO_CPP), "(?i).*(build|compil)"),
-    # as its registers leave few threads, for which a mere number stands
-    (lambda patch, kernel: patch(xk._LibCuda, "limit", lambda *args: 255), "it does not fit then; .* at most 255 thre"),
-])  # fmt: skip
-def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, monkeypatch, happen, reason):
+def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, monkeypatch):
     """By something that is known when its kernel is made or built.  Its numbers are those of before."""
     kernel = fresh_kernel()
     op, (x, y), factor = xk.warp_kernel(kernel, like_first), PAIRS, kernel.func.__closure__[0].cell_contents
     warp_on_gpu.run(op, x[0], y[0])
-    happen(monkeypatch.setattr, kernel)
-    warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
-    assert any(re.match(reason, text) for text in reasons())  # Warp 1.14 says once that it cannot build a kernel
+    changes = {  # by the reason: what is something else then
+        "it .* code transformers": (kernel.adj, "transformers", [ast.NodeTransformer()]),
+        "what it names is something else": (kernel.func.__closure__[0], "cell_contents", 0.5),
+        "(?i).*(build|compil)": (xk, "_MOVE_SNIPPET", "this is no C++ {field}"),
+        # as its registers leave few threads, for which a mere number stands
+        "it does not fit then; .* at most 255 thre": (xk._LibCuda, "limit", lambda *args: 255),
+    }
+    for reason, change in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(xk, "_KERNELS_IN_Z", xk._BoundedCache())
+            patch.setattr(*change)
+            warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
+        assert any(re.match(reason, text) for text in reasons())  # Warp 1.14 says once that it cannot build a kernel
 
 
 # -- inputs are never changed, and outputs start from something ----------------------------------------
-# What is taken gives what Warp's own launch gives.  The kernels are of one module, as Warp builds each for some 0.4 s.
+# What is taken gives what Warp's own launch gives.
 
 WARP_WRITES = [  # statements that write to the input y, or x, an array of vectors
     "y[i] = 1.0",
@@ -3766,81 +3724,67 @@ WARP_WRITES = [  # statements that write to the input y, or x, an array of vecto
     "wp.atomic_add(arr=y, i=i, value=1.0)",
     "wp.tile_store(y, wp.tile_load(out, shape=2))",
     "add_by_name(y, i)",
-    "add(y[1:], i, 1.0)",
-    "z = y\nw = z\nw[i] = 1.0",
     "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
     "src = y\ndst = out\nsrc, dst = dst, src\ndst[i] = 1.0",
     "src = y\ndst = out\ndst[i] = src[i]\nfor k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
+    "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
+    "add(y[1:], i, 1.0)",
     "tail(y)[i] = 1.0",
     "wp.where(i > 0, x, x)[i][0] = 1.0",
     "second, z = second_and_tail(y)\nz[i] = second",
-    "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
     "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
     "h = Holder(y)\nadd_to_held(h, i)",
-    "scale(y, i)",
     "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
 ]
 WRITE_BY_REF = "set_ref(y[i])"  # since Warp 1.19
-WARP_UPDATES = [  # statements that update the output, and its type
-    ("wp.atomic_add(out, 0, y[i])", "floats"),
-    ("out[i] += 1.0", "floats"),
-    ("out[i] = y[i] + 2.0 * out[i]", "floats"),
-    ("out[i].y -= 1.0", "vectors"),
-    ("out[i, 0] += 1.0", "rows"),
-    ("row = out[i]\nrow[0] += 1.0", "rows"),
-    ("wp.atomic_max(out, i, 1.0)", "floats"),
-    ("n = wp.atomic_exch(out, i, 1.0)", "floats"),
-    ("wp.tile_atomic_add(out, wp.tile_load(y, shape=2))", "floats"),
-    ("add_by_name(out, i)", "floats"),
-    ("z = out\nif i > 0:\n    z = out[1:]\nz[i] += 1.0", "floats"),
-    ("tail(out)[i] += 1.0", "floats"),
-    ("second, z = second_and_tail(out)\nz[i] -= second", "floats"),
-    ("h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)", "floats"),
-    ("h = Holder(out)\nadd_to_held(h, i)", "floats"),
-    ("if y[i] > 9.0:\n    out[i] += 1.0", "floats"),
-    ("scale(out, i)", "floats"),
+WARP_UPDATES = [  # statements that update the output, or do not store in it
+    "wp.atomic_add(out, 0, y[i])",
+    "out[i] += 1.0",
+    "out[i] = y[i] + 2.0 * out[i]",
+    "out[i].y -= 1.0",
+    "row = out[i]\nrow[0] += 1.0",
+    "n = wp.atomic_exch(out, i, 1.0)",
+    "wp.tile_atomic_add(out, wp.tile_load(y, shape=2))",
+    "add_by_name(out, i)",
+    "z = out\nif i > 0:\n    z = out[1:]\nz[i] += 1.0",
+    "tail(out)[i] += 1.0",
+    "second, z = second_and_tail(out)\nz[i] -= second",
+    "h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)",
+    "h = Holder(out)\nadd_to_held(h, i)",
+    "n = out.shape[0]",
+    "if i > 9:\n    n = len(out)",
 ]
-WARP_NEVER_STORES = ["n = out.shape[0]", "z = out\nv = z[i]", "if i > 9:\n    n = len(out)"]
+TYPES_OF_OUT = {"out[i].y -= 1.0": "vectors", "row = out[i]\nrow[0] += 1.0": "rows"}  # and of others floats
 WARP_STORES = [  # statements that store in the output, and change no input
     "out[i] = y[i]",
     "z = out[1:]\nz[i] = y[i]\nout[0] = x[i][0]",
-    "z = out\nz[i] = y[i]",
     "h = Holder(out)\nh.a[i] = y[i]",
     "wp.tile_store(out, wp.tile_load(y, shape=2))",
-    "out[i] = y[i]\nout[i] *= 2.0",
-    "out[i] = y[i]\nscale(out, i)",
+    "out[i] = y[i]\nadd_by_name(out, i)",
     "for k in range(3):\n    if k > 0:\n        out[i] *= y[k]\n    else:\n        out[i] = y[k]",
     "for k in range(3):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
     "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
     "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
 ]
-SPECS_OF_OUT = {"floats": spec(3), "vectors": spec(3, 2), "rows": spec(3, 2)}
-
-
-def launched(kernel, x, y, out):
-    """What x, y and out are after a launch of Warp's own of two threads, of which the output starts from this."""
-    kinds = [argument.type for argument in kernel.adj.args]
-    on_warp = [wp.array(np.array(a), dtype=kind.dtype, device="cpu") for a, kind in zip((x, y, out), kinds)]
-    wp.launch(kernel, dim=2, inputs=on_warp, device="cpu")
-    return tuple(array.numpy() for array in on_warp)
+X_AND_Y = sample(3, 2), sample(3, seed=1)
 
 
 @functools.cache
 def warp_programs():
-    """{statements: kernel} of these tables, in one module."""
-    bodies = [(body, "vectors", "floats") for body in WARP_WRITES + WARP_NEVER_STORES + WARP_STORES]
-    bodies += [(body, "vectors", out) for body, out in WARP_UPDATES]
+    """{statements: kernel} of these tables."""
+    statements = WARP_WRITES + WARP_UPDATES + WARP_STORES
     if conftest.missing("warp 1.19") is None:
-        bodies.append((WRITE_BY_REF, "vectors", "floats"))
-    sources = {
-        f"kernel_{number}": (f"x: {x}, y: floats, out: {out}", f"i = wp.tid()\n{body}")
-        for number, (body, x, out) in enumerate(bodies)
-    }
-    kernels = kernels_from(sources, "module=wp.get_module('programs'), enable_backward=False")
-    return {body: kernel for (body, _, _), kernel in zip(bodies, kernels.values())}
+        statements.append(WRITE_BY_REF)
+    programs = [(f"x: vectors, y: floats, out: {TYPES_OF_OUT.get(body, 'floats')}", body) for body in statements]
+    return dict(zip(statements, kernels_of_programs(programs, "programs", ", enable_backward=False").values()))
 
 
-X_AND_Y = sample(3, 2), sample(3, seed=1)
+def launched(kernel, out):
+    """What the arrays are after a launch of Warp's own of two threads, of which the output starts from this."""
+    pairs = zip((*X_AND_Y, out), kernel.adj.args)
+    on_warp = [wp.array(np.array(array), dtype=x.type.dtype, device="cpu") for array, x in pairs]
+    wp.launch(kernel, dim=2, inputs=on_warp, device="cpu")
+    return tuple(array.numpy() for array in on_warp)
 
 
 @needs_warp
@@ -3854,15 +3798,13 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *X_AND_Y)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
     results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*X_AND_Y)
-    check_close(results, launched(kernel, *X_AND_Y, np.zeros(3, np.float32)))
+    check_close(results, launched(kernel, np.zeros(3, np.float32)))
 
 
 @needs_warp
-@pytest.mark.parametrize("statement, out", [
-    *WARP_UPDATES, *[(body, "floats") for body in WARP_NEVER_STORES],
-])  # fmt: skip
-def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
-    kernel, out = warp_programs()[statement], SPECS_OF_OUT[out]
+@pytest.mark.parametrize("statement", WARP_UPDATES)
+def test_warp_kernel_that_only_updates_an_output_is_refused(statement):
+    kernel, out = warp_programs()[statement], spec(3, 2) if statement in TYPES_OF_OUT else spec(3)
 
     def call(outs=out, **options):
         return partial(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *X_AND_Y)
@@ -3875,8 +3817,8 @@ def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
     jax.eval_shape(call(zero_outputs=False))
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
     for _ in range(2):
-        check_close(call(zero_outputs=True)(), launched(kernel, *X_AND_Y, zeros)[2])
-    check_close(call(in_out_argnames=["out"])(start), launched(kernel, *X_AND_Y, start)[2])
+        check_close(call(zero_outputs=True)(), launched(kernel, zeros)[2])
+    check_close(call(in_out_argnames=["out"])(start), launched(kernel, start)[2])
 
 
 @needs_warp
@@ -3884,17 +3826,15 @@ def test_warp_kernel_that_only_updates_an_output_is_refused(statement, out):
 def test_warp_kernel_that_is_right_is_taken(statement):
     kernel = warp_programs()[statement]
     result = xk.warp_kernel(kernel, like_last, launch_dims=2)(*X_AND_Y)
-    check_close(result[:2], launched(kernel, *X_AND_Y, np.zeros(3, np.float32))[2][:2])
+    check_close(result[:2], launched(kernel, np.zeros(3, np.float32))[2][:2])
 
 
 def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path):
-    """In each slice, of kernels and of ops that register one with this option."""
-    kernel = kernel_with_body("wp.atomic_add(out, 0, x[wp.tid()])")
+    """In each slice, of ops that register a kernel with this option."""
     op = xk.XLACustomKernel("adds")
-    op.def_warp_kernel(kernel, zero_outputs=True)
+    op.def_warp_kernel(warp_kernels().add_up, zero_outputs=True)
     xs = jnp.arange(6.0).reshape(2, 3)
-    for call in (xk.warp_kernel(kernel, spec(2), zero_outputs=True), partial(op, outs=spec(2))):
-        check_close(jax.vmap(call)(xs, xs), [[3, 0], [12, 0]])
+    check_close(jax.vmap(partial(op, outs=spec(2)))(xs), [[3, 0], [12, 0]])
 
 
 # -- gradients that Warp gets wrong, in loops whose length it does not know ------------------------------
@@ -3903,20 +3843,24 @@ SUM = "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\n"
 PRODUCT = "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\n"
 LARGEST = "s = x[i, 0]\nfor j in range(x.shape[1]):\n    if x[i, j] > s:\n        s = x[i, j]\n"
 SUM_OF_SUMS = "t = float(0.0)\nfor k in range(x.shape[1]):\n" + textwrap.indent(f"{SUM}t += s * x[i, k]", "    ")
+
+
+def square_of_sum(x):
+    return x.sum() ** 2
+
+
 WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the adjoint has another value, in which line
-    "a sum": (f"{SUM}out[i] = s", jnp.sum, None),
     "a sum of squares": (SUM.replace("x[i, j]", "x[i, j] * x[i, j]") + "out[i] = s", lambda x: x @ x, None),
     "a function of degree 1": (f"{SUM}out[i] = 2.0 * s + 1.0", lambda x: 2 * x.sum() + 1, None),
     "a mean": (f"{SUM}out[i] = s / float(x.shape[1])", jnp.mean, None),
     "a decaying sum": (SUM.replace("s +=", "s = 0.5 * s +") + "out[i] = s", lambda x: x @ 0.5 ** jnp.arange(3, -1, -1),
                        None),
-    "in a function": ("s = total(x, i)\nout[i] = s * s", lambda x: x.sum() ** 2, None),
+    "in a function": ("s = total(x, i)\nout[i] = s * s", square_of_sum, None),
     "a constant length": (PRODUCT.replace("x.shape[1]", "4") + "out[i] = s", jnp.prod, None),
     "of vectors": ("v = wp.vec2(0.0, 0.0)\nfor j in range(x.shape[1]):\n    v += wp.vec2(x[i, j], 1.0)\nout[i] = v[0]",
                    jnp.sum, None),
     "a branch": (SUM.replace("s +=", "if x[i, j] > 0.9: s +=") + "out[i] = s", lambda x: x @ (x > 0.9), None),
-    "a square": (f"{SUM}out[i] = s * s", lambda x: x.sum() ** 2, ("s", "out[i] = s * s")),
-    "a root": (f"{SUM}out[i] = wp.sqrt(s)", lambda x: jnp.sqrt(x.sum()), ("s", "out[i] = wp.sqrt(s)")),
+    "a square": (f"{SUM}out[i] = s * s", square_of_sum, ("s", "out[i] = s * s")),
     "a product": (f"{PRODUCT}out[i] = s", jnp.prod, ("s", "s = s * x[i, j]")),
     "a maximum": (PRODUCT.replace("s * x[i, j]", "wp.max(s, x[i, j])") + "out[i] = s", lambda x: x.max(initial=1.0),
                   ("s", "s = wp.max(s, x[i, j])")),
@@ -3928,18 +3872,18 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
     "too long to unroll": (PRODUCT.replace("x.shape[1]", "20").replace("x[i, j]", "x[i, 0]") + "out[i] = s",
                            lambda x: x[0] ** 20, ("s", "s = s * x[i, 0]")),
     "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
-    "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", lambda x: x.sum() ** 2, ("s", "t += s * x[i, k]")),
+    "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", square_of_sum, ("s", "t += s * x[i, k]")),
     "an earlier round": (
         "s = float(0.0)\nt = float(0.0)\nfor j in range(x.shape[1]):\n    t += s * s\n    s += x[i, j]\nout[i] = t",
         lambda x: ((jnp.cumsum(x) - x) ** 2).sum(), ("s", "t += s * s"),
     ),
     "an element": ("v = wp.vec3(0.0, 0.0, 0.0)\nfor j in range(x.shape[1]):\n    v[0] += x[i, j]\nout[i] = v[0] * v[0]",
-                   lambda x: x.sum() ** 2, ("v", "out[i] = v[0] * v[0]")),
+                   square_of_sum, ("v", "out[i] = v[0] * v[0]")),
     "a length that was counted": (
         f"m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n{SUM.replace('x.shape[1]', 'm')}out[i] = s", jnp.sum,
         ("m", "for j in range(m):"),
     ),
-    "a branch that begins anew": (f"{SUM}if i > 5:\n    s = 0.0\nout[i] = s * s", lambda x: x.sum() ** 2,
+    "a branch that begins anew": (f"{SUM}if i > 5:\n    s = 0.0\nout[i] = s * s", square_of_sum,
                                   ("s", "out[i] = s * s")),
     "one more branch": (f"{SUM}a = x[i, 0]\nif i > 5:\n    a = 1.0\nout[i] = a * s", lambda x: x[0] * x.sum(),
                         ("s", "out[i] = a * s")),
@@ -3948,45 +3892,47 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def kernels_of_gradients(tmp_path_factory):
-    sources = {
-        f"kernel_{number}": ("x: rows, y: floats, out: floats", f"i = wp.tid()\n{body}")
-        for number, (body, _, _) in enumerate(WARP_GRADIENTS.values())
-    }
-    kernels = kernels_from(sources, "module=wp.get_module('gradients')", tmp_path_factory.mktemp("gradients"))
-    return dict(zip(WARP_GRADIENTS, kernels.values()))
+@functools.cache
+def kernels_of_gradients():
+    return kernels_of_programs([("x: rows, out: floats", body) for body, _, _ in WARP_GRADIENTS.values()], "gradients")
 
 
 @needs_warp
 @pytest.mark.parametrize("case", WARP_GRADIENTS)
-def test_warp_gradient_is_right_or_warned_about_once(case, kernels_of_gradients):
+def test_warp_gradient_is_right_or_warned_about_once(case):
     """Where a new Warp is right, its warning can go."""
-    kernel, (_, reference, stale) = kernels_of_gradients[case], WARP_GRADIENTS[case]
+    body, reference, stale = WARP_GRADIENTS[case]
+    kernel = kernels_of_gradients()["x: rows, out: floats", body]
     x = np.float32([[1.1, 0.7, 1.3, 0.9], [0.5, 1.5, 0.8, 1.2], [1.4, 1.1, 0.6, 1.7]])
+
+    def call(x):
+        return xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)(x)
+
+    def results_and_gradient(call, x):
+        results, pullback = jax.vjp(call, x)
+        return results, *pullback(jnp.ones(3))
+
     with warnings.catch_warnings(record=True, action="always") as caught:
-        for _ in range(2):
-            f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
-            result = jax.grad(lambda x: f(x, x[0]).sum())(x)
-    check_close(f(x, x[0]), jax.vmap(reference)(x))
-    expected = jax.grad(lambda x: jax.vmap(reference)(x).sum())(x)
-    assert np.allclose(result, expected, 1e-3) == (stale is None)
-    texts = [str(warning.message) for warning in caught]
-    assert len(texts) == (stale is not None)
-    for text in texts:
-        variable, line, path = re.search(
-            r"needs '(.*)' as it was in `.*` \(line (\d+) of (.*)\), and has", text
-        ).groups()
-        assert (variable, pathlib.Path(path).read_text().splitlines()[int(line) - 1].strip()) == stale
-        assert f"'{kernel.key}': the gradient" in text and "wp.func" in text and "check_grads" in text
+        results, found = results_and_gradient(call, x)
+        jax.eval_shape(partial(results_and_gradient, call), x)  # which warns no more
+    expected_results, expected = results_and_gradient(jax.vmap(reference), x)
+    check_close(results, expected_results)
+    assert np.allclose(found, expected, 1e-3) == (stale is None)
+    assert len(caught) == (stale is not None)
+    for warning in caught:
+        variable, statement = stale
+        pattern = (
+            rf"'{kernel.key}': the gradient .* needs {re.escape(repr(variable))} as it was in .* "
+            r"\(line (\d+) of (.*)\), and has .* wp.func .* jax.test_util.check_grads"
+        )
+        line, file = re.search(pattern, str(warning.message)).groups()
+        assert linecache.getline(file, int(line)).strip() == statement
 
 
 # -- launches ------------------------------------------------------------------------------------------
 
 WARP_INDICES = [  # the type of the first array, its shape, the start of a kernel, and how many indices that gives
     ("wp.array2d(dtype=float)", (3, 2), "i = wp.tid()", "1"),
-    ("wp.array(dtype=float, ndim=4)", (3, 2, 2, 2), "i, j, k = wp.tid()", "3"),
-    ("floats", (3,), "i, j = wp.tid()", "2"),
     ("vectors", (3, 2), "i, j = wp.tid()", "2"),
     ("floats", (3,), "i = 0", "0"),
     ("floats", (3,), "i = wp.tid()\ni, j = wp.tid()", "1 or 2"),
@@ -3998,22 +3944,19 @@ WARP_INDICES = [  # the type of the first array, its shape, the start of a kerne
 def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(kind, shape, start, n):
     kernel = kernel_with_body(f"{start}\nout[i] = y[i]", x=kind)
     text = f"'kernel': launch_dims is missing, .* wp.tid.. gives {n} indices: give launch_dims, such as n, or"
-    for options in ({}, {"differentiable": True}):
-        f = xk.warp_kernel(kernel, like_last, **options)
-        with pytest.raises(ValueError, match=text):
-            jax.eval_shape(f, spec(*shape), spec(3))
-        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0, **options), spec(*shape), spec(3))
+    with pytest.raises(ValueError, match=text):
+        jax.eval_shape(xk.warp_kernel(kernel, like_last), spec(*shape), spec(3))
+    jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0), spec(*shape), spec(3))
 
 
 @pytest.mark.needs("warp 1.19")
 def test_warp_deterministic_mode_on_the_cpu(monkeypatch):
     """There it changes nothing, as in `wp.launch`; on a GPU it is refused when the launch is recorded."""
     monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
-    kernel = kernel_with_body("i = wp.tid()\nadd(out, 0, x[i])\nwp.atomic_add(out, 1, y[i])")
-    f = xk.warp_kernel(kernel, spec(2), zero_outputs=True, differentiable=True)
-    x, y = sample(3), sample(3, seed=1)
-    check_close(f(x, y), [x.sum(), y.sum()])
-    check_close(jax.grad(lambda x, y: f(x, y) @ jnp.arange(1.0, 3.0), (0, 1))(x, y), ([1, 1, 1], [2, 2, 2]))
+    kernel = kernel_with_body("wp.atomic_add(out, 0, x[i] * y[i])")
+    f = xk.warp_kernel(kernel, spec(1), zero_outputs=True, differentiable=True)
+    out, pullback = jax.vjp(f, *PAIR)
+    check_close((out, pullback(jnp.ones(1))), (np.vdot(*PAIR)[None], PAIR[::-1]))
 
 
 # -- arguments -----------------------------------------------------------------------------------------
@@ -4022,16 +3965,9 @@ THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
 
 
 def test_warp_arguments_as_kernels_take_them(warp_path):
-    @unique_kernel
-    def scaled(x: floats, factor: floats, kind: int, on: bool, h: wp.handle, out: floats):
-        i = wp.tid()
-        out[i] = x[i] + float(kind) + float(h)
-        if on and factor:
-            out[i] *= factor[0]
-
     kind = enum.IntFlag("Kind", "A B").B
     x = jnp.arange(3.0)
-    f = xk.warp_kernel(scaled, like_first)
+    f = xk.warp_kernel(warp_kernels().takes_many_kinds, like_first)
     check_close(f(x, jnp.float32(2), kind, 1, 1), [6, 8, 10])  # an array of one element
     check_close(f(x, h=1, on=True, kind=kind, factor=None), [3, 4, 5])
 
@@ -4041,7 +3977,7 @@ def test_warp_arguments_bind_as_pythons():
     f = xk.warp_kernel(warp_kernels().histogram, spec(3), zero_outputs=True)
     check_close(f(weight=jnp.int32(2), index=INTEGERS), [2, 2, 2])
     check_close(jax.jit(f, static_argnums=1)(INTEGERS, 0.5), [0.5, 0.5, 0.5])
-    with pytest.raises(TypeError, match=r"the parameters \(index, w.* got 1 by position and \(index\) by name"):
+    with pytest.raises(TypeError, match=r"\(index, w.*, inputs first; got 1 by position and \(index\) by name"):
         f(INTEGERS, index=3)
     with pytest.raises(TypeError, match=r"got 1 by position and \(acc\) by name"):
         f(INTEGERS, acc=THREE)
@@ -4051,19 +3987,9 @@ def test_warp_arguments_bind_as_pythons():
 
 
 @needs_warp
-def test_warp_names_the_order_of_parameters():
-    kernel = kernel_with_body("i = wp.tid()\ny[i] = x[i] * out[i]")  # an output between inputs
-    for call in (lambda f: f(THREE, THREE), lambda f: f(THREE, out=THREE)):
-        with pytest.raises(TypeError, match=r"in_out_argnames|\(x, y, out\), inputs first; got 1 by position"):
-            call(xk.warp_kernel(kernel, lambda x, out: x))
-    f = xk.warp_kernel(kernel, lambda x, y, out: x, in_out_argnames=["y"])
-    check_close(f(THREE, y=THREE, out=THREE), THREE * THREE)
-
-
-@needs_warp
 def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
     monkeypatch.setattr(wp.config, "enable_backward", False)
-    kernel = kernel_with_body("i = wp.tid()\nout[i] = x[i]")
+    kernel = kernel_with_body("out[i] = x[i]")
     with pytest.raises(TypeError, match=r"'kernel' has no .* derivative: say differentiable=True for reverse mode"):
         jax.grad(lambda x: xk.warp_kernel(kernel, like_first)(x, x).sum())(THREE)
     f = xk.warp_kernel(kernel, like_first, differentiable=True)
@@ -4071,10 +3997,11 @@ def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
         jax.grad(lambda x: f(x, x).sum())(THREE)
     assert "enable_backward=False leaves out" in " ".join(caught.value.__notes__)
     monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)  # came with Warp 1.19
-    check_close(product(launch_dims=3, block_dim=4)(THREE, THREE), THREE * THREE)
-    for tiles in (wrapped("double_tiles"), wrapped("double_tiles", tiled=False, launch_dims=(2, 64))):
+    check_close(xk.warp_kernel(kernel, like_first, block_dim=4)(THREE, THREE), THREE)
+    tiles, x = kernel_with_body(TILES), sample(128)
+    for options in {"launch_dims": 2, "tiled": True}, {"launch_dims": (2, 64)}:
         with pytest.raises(NotImplementedError, match="enable_cpu_blocks' blocks, a launch is more than"):
-            tiles(sample(128))
+            xk.warp_kernel(tiles, like_first, block_dim=64, **options)(x, x)
 
 
 @needs_warp
@@ -4086,25 +4013,15 @@ def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monk
 
 
 @needs_warp
-@on_gpu
-def test_warp_is_exported_for_two_platforms():
-    """A launch has other bytes on each."""
-    f = jax.vmap(product(name="for two platforms"))
-    xs = integers(2, 5), sample(2, 5)
-    checks = xk.export_checks()
-    exported = export.export(jax.jit(f), platforms=["cpu", "cuda"], disabled_checks=checks)(*xs)
-    for platform in ("cpu", "cuda"):
-        args = jax.device_put(xs, jax.devices(platform)[0])
-        check_close(export.deserialize(exported.serialize()).call(*args), xs[0] * xs[1])
-
-
-@needs_warp
-def test_warp_batches_of_any_size_are_exported():
+@pytest.mark.parametrize("platforms", [["cpu"], pytest.param(["cpu", "cuda"], marks=on_gpu)], ids=str)
+def test_warp_batches_of_any_size_are_exported(platforms):
+    """A launch has other bytes on each platform."""
     (n,) = export.symbolic_shape("n")
     f = jax.vmap(product(launch_dims=lambda x, y: x.shape, name="for any number of slices"))
-    program = export.export(jax.jit(f), disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
-    x = sample(3, 5)
-    check_close(program.call(x, x), x * x)
+    program = export.export(jax.jit(f), platforms=platforms, disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
+    for platform in platforms:
+        x = jax.device_put(sample(3, 5), jax.devices(platform)[0])
+        check_close(export.deserialize(program.serialize()).call(x, x), x * x)
 
 
 @needs_warp

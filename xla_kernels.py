@@ -1184,7 +1184,7 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
         name = _input_name(i, title, parameters)
-        if hasattr(x, "__jax_array__"):
+        if getattr(x, "__jax_array__", None):  # of a tracer it is None
             x = inputs[i] = x.__jax_array__()
         if isinstance(x, jax.Ref):
             raise TypeError(f"{name} is a jax.Ref: pass its value, ref[...]")
