@@ -2379,15 +2379,15 @@ class FakeDriver(FakeGpus):
 
     def launches_and_addresses(self, package_cuda, arrays_of_launches, function, *args):
         """The same, and the addresses of the arrays that each launch got: like these, packed as the package does."""
+        n_arrays = len(arrays_of_launches[0])
         own_words = 3 if is_successor(package_cuda) else 5  # of an array, beside its shape and strides
         self.set(n_params=sum(own_words + 2 * array.ndim for array in arrays_of_launches[0]))
-        parameters = ", ".join(f"x{k}" for k in range(len(arrays_of_launches[0])))
-        kernel = own_kernel(package_cuda, parameters)
+        kernel = own_kernel(package_cuda, ", ".join(f"x{k}" for k in range(n_arrays)))
+        markers = range(2**40, 2**40 + n_arrays)  # addresses that stand for those of the launch
         self.log()
         run_for_cuda(function, *args)
         launches, addresses = zip(*self.log())
         for words, arrays in zip(addresses, arrays_of_launches, strict=True):
-            markers = range(2**40, 2**40 + len(arrays))
             stand_ins = [DeviceArray(array.shape, array.dtype, marker) for array, marker in zip(arrays, markers)]
             kernel[1, 1](*map(package_cuda.as_cuda_array, stand_ins))
             [(_, packed)] = self.log()
@@ -2946,7 +2946,7 @@ def batch_op(kernel, **options):
 
 
 @pytest.mark.parametrize("kind", CUDA_BATCHES)
-def test_fakecuda_or_gpu_a_batch_is_one_launch(cuda_on_gpu, kind, reasons, monkeypatch):
+def test_fakecuda_or_gpu_a_batch_is_one_launch(cuda_on_gpu, kind, reasons):
     (parameters, body), inputs, options, reason = CUDA_BATCHES[kind]
     if isinstance(reason, dict):  # an error of one package
         reason = reason.get(cuda_on_gpu.cuda.__name__)
