@@ -2717,19 +2717,18 @@ def integers(*shape):
 
 
 STARTING = {  # kernels for v + d: parameters, what they do for each i, and options
-    "in_out and scalar": ("v, d, n", "v[i] += n * d[i]", {"in_out_argnames": ["v"], "scalars": ["n"]}),
+    "in_out": ("v, d", "v[i] += d[i]", {"in_out_argnames": ["v"]}),
     "zeros": ("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
               {"zero_outputs": True, "scratch": lambda v, d: v}),
 }  # fmt: skip
 
 
 def starting_kernel(how):
-    """A function that gives v + d, by a kernel whose outputs start from something, or that takes other things."""
+    """A function that gives v + d, by a kernel whose outputs start from something."""
     if how in STARTING:
         parameters, statements, options = STARTING[how]
         kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
-        op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
-        return functools.partial(op, n=np.float32(1)) if "scalars" in options else op
+        return xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
     if how == "aliased callable":
         add = cuda.jit(cuda_add)
         launch = lambda v, d, out, stream: add[1, 64, stream](out, d, out)
