@@ -988,12 +988,6 @@ def add_one(x, out):
         out[i] = x[i] + 1
 
 
-def on_first_call(make):
-    """The function that `make` gives, made when it is called: nothing is compiled when this file is imported."""
-    made = functools.cache(make)
-    return lambda *args, **named: made()(*args, **named)
-
-
 def wrap(kernel=add_one.__wrapped__, outs=like_first, **options):
     return xk.numba_kernel(kernel, outs, **options)
 
@@ -1090,6 +1084,9 @@ def trace_callable(function):
 def trace_warp(name, *args, outs=like_first, **options):
     """Trace a kernel of Warp's section."""
     return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
+
+
+trace_product = partial(trace_warp, "multiply", spec(3), spec(3))
 
 
 def raise_key_error(*args):
@@ -1197,8 +1194,7 @@ ERRORS = {
         (ValueError, "aliases={0: -1}.*an input can start one output", wrap(input_output_aliases={0: -1}), F32),
         (ValueError, "an output can start from one input, of equal shape and dtype",
          wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
-        (ValueError, "an output can start from one input",
-         wrap(outs=FLOATS, input_output_aliases={0: 0, 1: 0}), F32, F32),
+        (ValueError, "an output can start from one input", wrap(input_output_aliases={0: 0, 1: 0}), F32, F32),
         (ValueError, "'out' is not the name of an input.*before the other outputs", wrap(in_out_argnames=["out"]), F32),
         (ValueError, "{0: 1}, in_out_argnames=['x']: an input can start one output",
          wrap(outs=FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
@@ -1219,10 +1215,8 @@ ERRORS = {
         (TypeError, "not float32[:], float32[]: .*: cast by .astype(np.float32)",
          with_x64, lambda x: (0.5 * x, x[0]), F32, lambda x: (x, spec())),
         (TypeError, "returns list(float64).*, not float32[]", wrap(lambda x: [1.0], spec()), F32),
-        (TypeError, "jax_enable_x64",
-         lambda: wrap(reads("same(x)[0]", same=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
-        (TypeError, "'kernel'.*array of JAX's, which must be an input",
-         lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
+        (TypeError, "jax_enable_x64", lambda: wrap(reads("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
+        (TypeError, "array of JAX's, which must be an input", lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
         # transformations
         (TypeError, "jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; "
          "jax.lax.stop_gradient(x) for inputs that need none; a kernel that a rule calls needs a rule of its own where "
@@ -1236,8 +1230,7 @@ ERRORS = {
          wrap(itself, spec(2)), F32),
         (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
          wrap(runs(f"raise LookupError({ODD_TEXT!r})")), F32),
-        (jax.errors.JaxRuntimeError, "ZeroDivisionError",
-         jax.pmap(wrap(runs("out[0] = 1 // int(x[0] - 1)"))), F32[None]),
+        (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(reads("1 // int(x[0] - 1)"))), F32[None]),
     ],
     "cuda": [
         (ValueError, "grid and block, or launch_dims", trace_cuda),
@@ -1254,8 +1247,7 @@ ERRORS = {
          partial(trace_cuda, numba.njit(itself), launch_dims=1)),
         (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
         (TypeError, "names neither a kernel nor the `cuda`", trace_callable, lambda x, y, out, stream: math.pi),
-        (TypeError, "(x, out, stream).*gives it (float32[3], .*, a stream)",
-         trace_callable, lambda x, out, stream: cuda),
+        (TypeError, "(x, out, stream).*gives it (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
     ],
     "warp": [  # arrays
         (TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
@@ -1269,10 +1261,8 @@ ERRORS = {
         (TypeError, "say differentiable=True for reverse mode, or use jax.custom_vjp for grad, jax",
          lambda: jax.jvp(product(), PAIR, PAIR)),
         (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", trace_warp, "multiply", spec(3)),
-        (TypeError, "'h' is 'Holder'; supported are .* one parameter for each field",
-         trace_warp, "takes_arrays_in_structs"),
-        (TypeError, "'h' is 'Params'; supported are .* one parameter for each field",
-         trace_warp, "takes_arrays_of_structs"),
+        (TypeError, "'h' is 'Holder'; .* one parameter for each field", trace_warp, "takes_arrays_in_structs"),
+        (TypeError, "'h' is 'Params'; .* one parameter for each field", trace_warp, "takes_arrays_of_structs"),
         (TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
          trace_warp, "takes_indices"),
         (TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ", trace_warp, "takes_anything"),
@@ -1280,38 +1270,31 @@ ERRORS = {
         (ValueError, "launch_dims is missing, and the shape of the first array, (), does not do",
          partial(trace_warp, "takes_nothing", outs=(), has_side_effect=True)),
         (TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
-         partial(trace_warp, "multiply", spec(3), spec(3), launch_dims="3")),
-        (ValueError, "1 to 4 numbers from 0 to 2147483647; got -1",
-         partial(trace_warp, "multiply", spec(3), spec(3), launch_dims=-1)),
-        (ValueError, "tiled=True needs launch_dims, the number of blocks", partial(trace_warp, "multiply", tiled=True)),
-        (ValueError, "block_dim must be an int of at least 1; got 0", partial(trace_warp, "multiply", block_dim=0)),
-        (ValueError, "launch_dims must be 1 to 3 numbers",
-         partial(trace_warp, "multiply", spec(3), spec(3), tiled=True, launch_dims=(1,) * 4)),
+         partial(trace_product, launch_dims="3")),
+        (ValueError, "1 to 4 numbers from 0 to 2147483647; got -1", partial(trace_product, launch_dims=-1)),
+        (ValueError, "tiled=True needs launch_dims, the number of blocks", partial(trace_product, tiled=True)),
+        (ValueError, "block_dim must be an int of at least 1; got 0", partial(trace_product, block_dim=0)),
+        (ValueError, "launch_dims must be 1 to 3 numbers", partial(trace_product, tiled=True, launch_dims=(1,) * 4)),
         (ValueError, "True does not go with in_out",
          partial(trace_warp, "histogram", in_out_argnames=["acc"], differentiable=True)),
         # values and types
         (TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance", partial(call_warp_with, s=1)),
         (Exception, "param m .*warp_kernel 'every'", partial(call_warp_with, m=[1.0, 2.0])),  # Warp's own text
-        (ValueError, "'i' (int8) is passed by value; got int 300, which is out of its range",
-         partial(call_warp_with, i=300)),
+        (ValueError, "'i' (int8) .*; got int 300, which is out of its range", partial(call_warp_with, i=300)),
         (ValueError, "'i' (int8) is passed by value; .*300.*, which is", partial(call_warp_with, i=np.array(300))),
         (TypeError, "takes a function decorated with warp.kernel; got function", xk.warp_kernel, like_first, spec()),
         (ValueError, "Warp has no scalar type for dtype .*has bool, .*float64", xk.jaxtype_to_warptype, np.complex64),
         (ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)", xk.jaxinfo_to_warpinfo, spec()),
     ],
     "op": [  # calls
-        (ValueError, "'shape' for platform 'cpu' returned (float32[4,2]), but outs declares (float32[8])",
-         call_broken, "shape"),
-        (ValueError, "'far' for platform 'cpu'; registered: cpu: shape, .*, ordered, numba; gpu: far",
-         call_broken, "far"),
+        (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
+        (ValueError, "'far' for platform 'cpu'; registered: cpu: shape, .*, numba; gpu: far", call_broken, "far"),
         (ValueError, "no backend '' for platform 'cpu'", call_broken, ""),
         (KeyError, "raised this; backend= chooses another of .*: cpu: shape, raising", call_broken, "raising"),
         (TypeError, "got None", call_broken, "nothing"),
-        (TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it ()",
-         call_broken, "undecorated"),
+        (TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it", call_broken, "undecorated"),
         (TypeError, "['alpha'] need a generator", partial(call_broken, alpha=2), "numba"),
-        (TypeError, "the generator (.*) takes (n), .*; .* or pass what it lacks to op(...) by name",
-         call_broken, "needs n"),
+        (TypeError, "the generator (.*) takes (n), .* pass what it lacks to op(...) by name", call_broken, "needs n"),
         (TypeError, "a callable of the inputs' specs that returns them; got <function",
          partial(EMPTY_OP, outs=lambda x: x.T), F32),
         (TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",
@@ -1366,14 +1349,12 @@ def test_ways_to_return_numbers_that_python_makes_64_bits(kernel, outs):
     np.testing.assert_array_equal(with_x64(kernel, F32, outs), F32 / 2)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int4"])
-def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted(dtype):
-    x = jnp.array([0, 1, 1, 2]).astype(dtype)
-    with pytest.raises(TypeError, match=rf"'add_one': input 0 is {dtype}\[4\]") as caught:
+def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted():
+    x = jnp.ones(4, np.float16)
+    with pytest.raises(TypeError, match=r"'add_one': input 0 is float16\[4\]") as caught:
         add_one(x)
     result = eval(str(caught.value).partition("back: ")[2], {"f": add_one, "x": x, "jnp": jnp})
-    assert result.dtype == dtype
-    np.testing.assert_array_equal(result.astype(int), [1, 2, 2, 3])
+    np.testing.assert_array_equal(result, x + 1, strict=True)
 
 
 def test_op_backend_of_another_platform_can_be_lowered_there():
@@ -1434,14 +1415,11 @@ def closures(expression, values):
     return list(map(kernel_from(source, name="make"), values))
 
 
-def test_kernels_of_equal_text_differ_in_what_they_call_and_in_their_options():
-    """For numbers and arrays see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
-    helpers = [helper("a + n", n=2), helper("a + n", n=3), helper("a + 4", numba.vectorize)]
-    kernels = closures("v(x[0] + 1)", [math.sin, math.cos, *helpers])
+def test_kernels_of_equal_text_differ_in_their_options():
+    """For what they read see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
     overflows = runs("total = 200; out[0] = total")
-    kernels += [numba.njit(locals={"total": kind})(overflows) for kind in (numba.int8, numba.int64)]
-    results = [result_of(kernel, np.zeros(1, np.float32)) for kernel in kernels]
-    assert len(set(results)) == len(results)
+    for kind, expected in ((numba.int8, -56), (numba.int64, 200)):
+        assert result_of(numba.njit(locals={"total": kind})(overflows)) == expected
 
 
 # A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
@@ -1471,15 +1449,6 @@ def test_a_kernel_sees_a_module_that_is_loaded_again():
         assert result_of(kernel) == config.K
 
 
-@contextlib.contextmanager
-def compiled_functions():
-    """The names of the functions that Numba compiles meanwhile."""
-    names = []
-    with numba.core.event.install_recorder("numba:compile") as recorder:
-        yield names
-    names += [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
-
-
 @pytest.mark.parametrize("jit", [itself, numba.njit])
 def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_value(jit):
     """A tuple, a type or an array; not for each shape."""
@@ -1499,10 +1468,11 @@ def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_
         (((3,), numba.float32, 2 * table), 1, 11),
         (((3,), numba.float32, table.copy()), 0, 8.5),
     ]:
-        with compiled_functions() as names:
+        with install_recorder("numba:compile") as recorder:
             for n in (1, 2, 3):
                 np.testing.assert_array_equal(wrap(jit(make(*values)))(np.ones(n, np.float32)), [expected] * n)
-        assert names.count("kernel") == count
+        compiled = [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
+        assert compiled.count("kernel") == count
 
 
 def test_what_is_compiled_is_logged(caplog):
@@ -1527,10 +1497,10 @@ def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
     array, equal = np.ones(size)[::step], np.ones(size)[::step]
-    for value, read in ((1, array), (2, array), (1, equal)):
-        array[:] = max(value, array[0])
-        (kernel,) = closures("x[0] + v[0]", [read])
-        assert result_of(kernel) == 1 + value
+    assert result_of(reads("array[0]", array=array)) == 1
+    array[:] = 2
+    assert result_of(reads("array[0]", array=array)) == 2
+    assert result_of(reads("array[0]", array=equal)) == 1
 
 
 OP_OF_THIS_MODULE = xk.XLACustomKernel("of another name")
@@ -1601,7 +1571,7 @@ def running_sum_in_jax(x, y):
 
 
 def random_nest(rng, rank, dtype):
-    """Operands, and for each vmap over them, from the outermost in, its axes."""
+    """The operands of a nest of vmaps, and the axes of each vmap, from the innermost out."""
     shapes = {"x": rng.choice([0, 1, 1, 2, 2, 3, 3, 5, 5], rank).tolist(), "y": []}
     nest = []
     for size in rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 3], rng.integers(0, 4)).tolist():
@@ -1609,27 +1579,24 @@ def random_nest(rng, rank, dtype):
         for name in (["x"], ["y"], ["x", "y"])[rng.integers(3)]:
             axes[name] = int(rng.integers(0, len(shapes[name]) + 1))
             shapes[name].insert(axes[name], size)
-        nest.insert(0, tuple(axes.values()))
+        nest.append(tuple(axes.values()))
     return [rng.integers(0, 4, shape).astype(dtype) for shape in shapes.values()], nest
 
 
 @pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (4, "int8")])
 def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    cases = [random_nest(rng, rank, dtype) for _ in range(25)]
+    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(25)))
 
     @partial(jax.jit, static_argnums=0)
-    def run(function, operands):
+    def run(function, all_operands):
         results = []
-        for (_, nest), (x, y) in zip(cases, operands):
-            vmapped = function
-            for axes in reversed(nest):
-                vmapped = jax.vmap(vmapped, axes)
-            results.append(vmapped(x, y))
+        for nest, operands in zip(nests, all_operands):
+            vmapped = functools.reduce(jax.vmap, nest, function)
+            results.append(vmapped(*operands))
         return results
 
-    operands = [operands for operands, _ in cases]
-    results, expected = run(running_sum, operands), run(running_sum_in_jax, operands)
+    results, expected = run(running_sum, all_operands), run(running_sum_in_jax, all_operands)
     jax.tree.map(partial(np.testing.assert_array_equal, strict=True), results, expected)
 
 
@@ -1701,7 +1668,6 @@ def add_to_total(x, total):
 SCALARS, COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
 VECTORS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
 updates_total = runs("total += x; out[:] = 2 * total", "x, total, out")
-takes_writable = on_first_call(lambda: wrap(numba.njit("void(f4[::1],f4[::1])")(runs("out[:] = x + 1"))))
 ONE_LINERS = {  # a function as it is, the same in Python, and two slices of each input
     "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), VECTORS),
     "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, VECTORS[:, None]),
@@ -1712,7 +1678,6 @@ ONE_LINERS = {  # a function as it is, the same in Python, and two slices of eac
     "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), VECTORS),
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, VECTORS, VECTORS + 1),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
-    "explicit signature": (takes_writable, partial(operator.add, 1), VECTORS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
     "guvectorize": (wrap(numba.guvectorize("(n),()->(n)")(shifted)), np.add, VECTORS, SCALARS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
@@ -1759,28 +1724,22 @@ class Writes:
 
     def by_flat(x, out):
         x.flat[0] = 77
-        out[:] = x
 
     def a_diagonal(x, out):
         np.fill_diagonal(x.reshape((2, 2)), 77)
-        out[:] = x
 
     def what_is_contiguous(x, out):
         np.ascontiguousarray(x)[0] = 77
-        out[:] = x
 
     def a_product(x, out):
         np.dot(ONES_4, np.ones(4, np.float32), x)
-        out[:] = x
 
     def in_a_helper(x, out):
         store_in(x)
-        out[:] = x
 
     @numba.guvectorize("(n)->(n)")
     def guvectorized(x, out):  # for which Numba has no read-only types
         x[0] = 77
-        out[:] = x
 
 
 class OnlyUpdates:
@@ -1854,12 +1813,12 @@ FROM_ZERO = np.arange(4, dtype=np.float32)
 @pytest.mark.parametrize("kernel", kernels_of(Writes))
 def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
     """With a way out, by which it gives what Python gives."""
-    with pytest.raises(TypeError, match=r"(?s)kernel.*in_out_argnames"):
+    with pytest.raises(TypeError, match=r"writes? to its input 'x' by .*in_out_argnames"):
         wrap(kernel)(F32)
     changed = FROM_ZERO.copy()
     kernel(changed, np.zeros(4, np.float32))
-    results = wrap(kernel, lambda x: (x, x), in_out_argnames=["x"])(FROM_ZERO)
-    np.testing.assert_array_equal(results[0], changed)
+    result, _ = wrap(kernel, lambda x: (x, x), in_out_argnames=["x"], zero_outputs=True)(FROM_ZERO)
+    np.testing.assert_array_equal(result, changed)
 
 
 @pytest.mark.parametrize("kernel", kernels_of(OnlyUpdates))
@@ -1895,14 +1854,14 @@ LARGE = spec(100_000)  # XLA keeps some bytes for itself
 
 
 def test_no_input_is_copied():
-    """Not even for a function that is compiled for writable arrays alone, nor one that all slices share."""
+    """Not even by a kernel, or a helper, that is compiled for writable arrays alone, nor where slices share it."""
     add = numba.njit("void(f4[::1],f4[::1])")(add_one.__wrapped__)
 
     def calls_add(x, out):
         add(x, out)
 
     shared = jax.vmap(wrap(runs("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
-    for kernel, *specs in ((wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)):
+    for kernel, *specs in ((wrap(add), LARGE), (wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)):
         results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
         np.testing.assert_array_equal(results, np.full(results.shape, 2))
         assert 0 <= copied_bytes(kernel, *specs) < 1000
@@ -1924,12 +1883,6 @@ def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
     assert (acc == 10).all()
-
-
-def test_xla_is_told_of_an_alias():
-    """So that it copies nothing where the input is donated."""
-    donating = jax.jit(accumulate, donate_argnums=0)
-    assert copied_bytes(donating, LARGE, FLOATS) < 1000
 
 
 def test_scratch_is_no_result():
@@ -1997,13 +1950,10 @@ def test_a_side_effect_keeps_unused_and_equal_calls(kept):
     np.testing.assert_array_equal(program(F32), 8 * F32)
 
 
-@pytest.mark.parametrize("code, parameters, options", [
-    ("v[()] *= 0.5; n[()] += 1", "v, n", {"in_out_argnames": ["n", "v"]}),
-    ("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n", {}),
-], ids=["in place", "new"])  # fmt: skip
-def test_a_loop_whose_whole_state_is_what_a_kernel_gives(code, parameters, options):
+def test_a_loop_whose_whole_state_is_what_a_kernel_gives():
     """XLA alone moves such a call out of the loop, which then never ends."""
-    kernel = jax.vmap(wrap(runs(code, parameters), lambda v, n: (v, n), **options))
+    next_state = runs("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n")
+    kernel = jax.vmap(wrap(next_state, lambda v, n: (v, n)))
     asked = []
 
     def goes_on(n):
@@ -2023,21 +1973,21 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives(code, parameters, optio
 
 def test_threads_that_wrap_one_function_get_one_kernel():
     """With a name, which no two kernels can have."""
-    wrappers = [wrap(name="wrapped_by_threads") for _ in range(3)]
+    wrappers = [wrap(jitted_add_one, name="wrapped_by_threads") for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda call: call(F32)[0], wrappers)) == [2, 2, 2]
 
 
-def test_collected_wrappers_leave_their_kernels():
+def test_a_collected_wrapper_leaves_its_kernel():
     """XLA keeps raw pointers to what was registered."""
-    wrappers = [wrap(reads("x[0] + value", value=value)) for value in range(3)]
-    programs = [jax.jit(wrapper).lower(F32).compile() for wrapper in wrappers]
-    references = list(map(weakref.ref, wrappers))
-    wrappers.clear()
+    wrapper = wrap(reads("x[0] + 0.5"))
+    program = jax.jit(wrapper).lower(F32).compile()
+    reference = weakref.ref(wrapper)
+    del wrapper
     jax.clear_caches()
     gc.collect()
-    assert not any(reference() for reference in references)
-    assert [float(call(F32)[0]) for call in programs] == [1, 2, 3]
+    assert reference() is None
+    assert program(F32)[0] == 1.5
 
 
 def test_copies_of_this_file_in_a_process():
@@ -2050,9 +2000,8 @@ def test_copies_of_this_file_in_a_process():
             patch.setitem(sys.modules, name, module)
             found.loader.exec_module(module)
         modules.append(module)
-    kernels = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
-    chain = jax.jit(lambda x: functools.reduce(lambda x, kernel: kernel(x), kernels, x))
-    np.testing.assert_array_equal(chain(F32), F32 + 3)
+    first, second, third = [module.numba_kernel(add_one.__wrapped__, like_first) for module in modules]
+    np.testing.assert_array_equal(jax.jit(lambda x: third(second(first(x))))(F32), F32 + 3)
 
 
 # -- names, in this process and in others -------------------------------------------------------------
@@ -2065,12 +2014,14 @@ def load_beside_another(program):
 
 
 def executables(step):
-    """Of kernels that differ in what they read, or in their options, made in this order."""
+    """Of kernels that differ in what they read or call, or in their options, made in this order."""
     rows = np.arange(4).reshape(2, 2)
+    helpers = [helper("a + n", n=6), helper("a + n", n=7), helper("a + 9", numba.vectorize)]
     kernels = closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)])
     kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
     kernels += closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T])
-    kernels += [reads(f"np.{function}(x[0])") for function in ("sinh", "cosh")]
+    kernels += closures("v(x[0])", [math.sin, math.cos, *helpers])
+    kernels += [reads("np.sinh(x[0])"), reads("np.cosh(x[0])")]
     kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
 
@@ -2113,14 +2064,13 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
     """As by importlib.reload."""
-    namespace = {"math": math, "constant": 1}
     for _ in range(2):
-        exec("def kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
-        assert wrap(namespace["kernel"], name="defined again")(F32)[0] == 2
-    exec("constant = 5\ndef kernel(x, out): out[0] = math.floor(x[0]) + constant", namespace)
+        kernel = reads("math.floor(x[0]) + constant", constant=1)
+        assert wrap(kernel, name="defined again")(F32)[0] == 2
+    changed = reads("math.floor(x[0]) + constant", constant=5)
     with pytest.raises(ValueError, match=r"defined again.*another kernel of this process, .* has this name"):
-        wrap(namespace["kernel"], name="defined again")(F32)
-    assert wrap(namespace["kernel"])(F32)[0] == 6
+        wrap(changed, name="defined again")(F32)
+    assert wrap(changed)(F32)[0] == 6
 
 
 # ======================================================================================================
