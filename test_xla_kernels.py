@@ -1188,7 +1188,7 @@ ERRORS = {
         (TypeError, f"has no attribute 'astype': {SPECS_NO_VALUES}", wrap(outs=lambda x: x.astype("f4")), F32),
         (TypeError, f"scratch of (float32[4]): tuple index out of range: {SPECS_NO_VALUES}",
          wrap(scratch=lambda x: spec(x.shape[1])), F32),
-        (TypeError, "outs: a function gets specs .*; a shape is flat, such as (2, *x.shape): .*, got (2, (4,))",
+        (TypeError, "outs: a function gets specs .*; a shape is flat, such as (2, *x.shape): ",
          wrap(outs=lambda x: spec(2, x.shape)), F32),
         (TypeError, "a tuple, or a NamedTuple", wrap(outs={"out": FLOATS}), F32),
         (ValueError, "aliases={0: -1}.*an input can start one output", wrap(input_output_aliases={0: -1}), F32),
@@ -1280,8 +1280,8 @@ ERRORS = {
         # values and types
         (TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance", partial(call_warp_with, s=1)),
         (Exception, "param m .*warp_kernel 'every'", partial(call_warp_with, m=[1.0, 2.0])),  # Warp's own text
-        (ValueError, "'i' (int8) .*; got int 300, which is out of its range", partial(call_warp_with, i=300)),
-        (ValueError, "'i' (int8) is passed by value; .*300.*, which is", partial(call_warp_with, i=np.array(300))),
+        (ValueError, "'i' (int8) is passed by value; got ndarray array(300), which is out of its range",
+         partial(call_warp_with, i=np.array(300))),
         (TypeError, "takes a function decorated with warp.kernel; got function", xk.warp_kernel, like_first, spec()),
         (ValueError, "Warp has no scalar type for dtype .*has bool, .*float64", xk.jaxtype_to_warptype, np.complex64),
         (ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)", xk.jaxinfo_to_warpinfo, spec()),
@@ -1297,7 +1297,7 @@ ERRORS = {
         (TypeError, "the generator (.*) takes (n), .* pass what it lacks to op(...) by name", call_broken, "needs n"),
         (TypeError, "a callable of the inputs' specs that returns them; got <function",
          partial(EMPTY_OP, outs=lambda x: x.T), F32),
-        (TypeError, "parameter 'k' must be hashable, as parameters are static; got JitTracer",
+        (TypeError, "parameter 'k' must be hashable, as parameters are static; got",
          partial(jax.jit(call_empty_op), k=2.0), F32),
         (TypeError, "outs of XLACustomKernel 'empty' is missing: give one slice's",
          xk.general_batching_rule, EMPTY_OP, (F32,), (0,)),
@@ -1361,19 +1361,13 @@ def test_op_backend_of_another_platform_can_be_lowered_there():
     assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
 
 
-@xk.numba_kernel(outs=like_first)
-def refuse_negative(x, out):
-    for i in range(x.size):
-        if x[i] < 0:
-            raise ValueError("negative element", x[i])
-        out[i] = x[i]
-
-
 def test_threads_that_raise_in_a_loop():
     """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
 
     The text of an error lives until XLA has copied it, also where other threads fail meanwhile.
     """
+
+    refuse_negative = wrap(runs("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])"))
 
     def work(number):
         x = np.full(1, number, np.float32)
@@ -1652,11 +1646,6 @@ def _sum_and_twice(x):
     return x.sum(), (2 * x, x.mean())
 
 
-def shifted(x, y, out):
-    for i in range(x.size):
-        out[i] = x[i] + y
-
-
 def scaled_head(x, n, alpha):
     return np.where(np.arange(x.size) < n, alpha * x, 0)
 
@@ -1679,7 +1668,6 @@ ONE_LINERS = {  # a function as it is, the same in Python, and two slices of eac
     "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, VECTORS, VECTORS + 1),
     "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
-    "guvectorize": (wrap(numba.guvectorize("(n),()->(n)")(shifted)), np.add, VECTORS, SCALARS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
     "in-out": (
         wrap(updates_total, lambda x, total: (total, x), in_out_argnames=["total"], zero_outputs=True), add_to_total,
@@ -1870,15 +1858,10 @@ def test_no_input_is_copied():
 # -- aliases, scratch, effects -------------------------------------------------------------------------
 
 
-@xk.numba_kernel(outs=like_first, input_output_aliases={0: 0})
-def accumulate(acc, x, out):
-    for i in range(x.size):
-        out[0] += x[i]
-
-
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
+    accumulate = wrap(runs("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
@@ -1921,10 +1904,9 @@ def add_1_in_op(v, i):
 
 
 def copies_of_state(function):
-    """How often a program copies all of a state of this size: in all, and in loops."""
-    text = jax.jit(function).lower(LARGE).compile().as_text()
-    in_entry = re.compile(r"^ENTRY .*?^}", re.DOTALL | re.MULTILINE)
-    return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (text, in_entry.sub("", text))]
+    """How often a program copies all of a state of this size: in loops, and elsewhere."""
+    loops, entry = jax.jit(function).lower(LARGE).compile().as_text().split("\nENTRY ")
+    return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (loops, entry)]
 
 
 @pytest.mark.parametrize("program, k", [(set_before, add_1_at), (set_before, add_1_in_op), (read_before, add_1_at)])
@@ -1934,8 +1916,8 @@ def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k):
     check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("XLA drops the barrier before it looks for copies")
-    in_all, in_loops = copies_of_state(by_kernel)
-    assert in_loops == 0 and in_all <= copies_of_state(by_jax)[0]
+    in_loops, elsewhere = copies_of_state(by_kernel)
+    assert in_loops == 0 and elsewhere <= copies_of_state(by_jax)[1]
 
 
 @pytest.mark.parametrize("kept", [True, False])
