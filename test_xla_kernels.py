@@ -1403,10 +1403,8 @@ def helper(expression, jit=numba.njit, **values):
     return jit(kernel_from(f"def helper(a):\n    return {expression}", name="helper", **values))
 
 
-def closures(expression, values):
-    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
-    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
-    return list(map(kernel_from(source, name="make"), values))
+def result_of(kernel, x=F32):
+    return float(wrap(kernel)(x).ravel()[0])
 
 
 def test_kernels_of_equal_text_differ_in_their_options():
@@ -1416,16 +1414,9 @@ def test_kernels_of_equal_text_differ_in_their_options():
         assert result_of(numba.njit(locals={"total": kind})(overflows)) == expected
 
 
-# A kernel object is compiled once for each signature: what it reads of globals is read then, and never again.
-
-
-def result_of(kernel, x=F32):
-    return float(wrap(kernel)(x).ravel()[0])
-
-
 def test_globals_are_read_when_a_kernel_is_compiled():
-    """Also by a call of the user's own."""
-    jitted = numba.njit(kernel_from("def kernel(x, out): out[0] = number", number=1))
+    """Once for each signature, and never again; also by a call of the user's own."""
+    jitted = numba.njit(reads("number", number=1))
     jitted(np.frombuffer(F32.tobytes(), np.float32), F32.copy())  # read-only, as inputs are
     jitted.py_func.__globals__["number"] = 2
     for _ in range(2):
@@ -1993,6 +1984,12 @@ def load_beside_another(program):
     """In a process that has another kernel of this name."""
     assert wrap(runs("for i in range(x.size): out[i] = x[i] + 2"), name="mine")(F32)[0] == 3
     return np.asarray(read_exported(program)(F32))
+
+
+def closures(expression, values):
+    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
+    source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
+    return list(map(kernel_from(source, name="make"), values))
 
 
 def executables(step):
