@@ -1052,6 +1052,7 @@ ERRORS = {
         (TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)", wrap, abs),
         (TypeError, "got PjitFunction .*: give a Python function, with np. for jnp.", wrap, jnp.sin),
         (TypeError, "outs[1].*'f4'", wrap, itself, [FLOATS, "f4"]),
+        (ValueError, "has no outputs, so JAX would never run it: say has_side_effect=True", wrap(outs=()), F32),
         (TypeError, "outs is missing", wrap, itself, None),
         (TypeError, ".shape and .dtype", wrap, itself, jnp.float32),
         (ValueError, "negative.*(-1,)", wrap, itself, spec(-1)),
@@ -1241,6 +1242,15 @@ def test_op_backend_of_another_platform_can_be_lowered_there():
     assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
 
 
+def test_a_callback_that_is_interrupted_before_it_begins_is_an_error():
+    signature = xk._Signature("kernel", 1, (np.dtype("f4"),) * 2, (1, 1))
+    emitter = xk._CallbackEmitter(signature, print)
+    emitter.callback = type(emitter.callback)(lambda words: None)  # as ctypes goes on
+    xk._register("interrupted", "cpu", xk._compile_handler(signature, emitter))
+    call = partial(jax.ffi.ffi_call("interrupted", FLOATS), launch=np.zeros(0, np.int64))
+    assert "KeyboardInterrupt (raised in kernel 'kernel')" in error_of(call, F32)
+
+
 def test_threads_that_raise_in_a_loop():
     """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
 
@@ -1292,6 +1302,9 @@ def test_kernels_of_equal_text_differ_in_their_options():
     overflows = runs("total = 200; out[0] = total")
     for kind, expected in ((numba.int8, -56), (numba.int64, 200)):
         assert result_of(numba.njit(locals={"total": kind})(overflows)) == expected
+    divides = reads("1 / (x[0] - 1)")
+    assert result_of(numba.njit(error_model="numpy")(divides)) == math.inf
+    assert "ZeroDivisionError" in error_of(wrap(numba.njit(divides)), F32)
 
 
 def test_globals_are_read_when_a_kernel_is_compiled():
@@ -1369,10 +1382,10 @@ def test_an_array_that_changes_is_its_own(size, step):
 
 
 OP_OF_THIS_MODULE = xk.XLACustomKernel("of another name")
-also_add_one = wrap(add_one.__wrapped__)
+_also_add_one = wrap(add_one.__wrapped__)
 
 
-@pytest.mark.parametrize("kept", [also_add_one, OP_OF_THIS_MODULE])
+@pytest.mark.parametrize("kept", [_also_add_one, OP_OF_THIS_MODULE])
 def test_copies_and_pickles_of_what_has_a_variable_are_the_object(kept):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
@@ -1611,6 +1624,9 @@ class OnlyUpdates:
     def written_out_in_one_branch(x, out):
         if x[0] > 0:
             out[0] = out[0] - x[0]
+
+    def in_a_function_of_numpy(x, out):
+        out[:] = np.maximum(out, x)
 
     def assigned_anew(x, out):
         out = 2 * x  # noqa: F841
@@ -1924,9 +1940,9 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
 
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
-    """As by importlib.reload."""
-    for _ in range(2):
-        kernel = reads("math.floor(x[0]) + constant", constant=1)
+    """As by importlib.reload, also where it stands some lines further down."""
+    for n in range(2):
+        kernel = kernel_from("\n" * n + "def kernel(x, out):\n    out[0] = math.floor(x[0]) + constant", constant=1)
         assert wrap(kernel, name="defined again")(F32)[0] == 2
     changed = reads("math.floor(x[0]) + constant", constant=5)
     with pytest.raises(ValueError, match=r"defined again.*another kernel of this process, .* has this name"):
@@ -3751,6 +3767,15 @@ def test_warp_gradient_is_right_or_warned_about_once(case):
         assert linecache.getline(file, int(line)).strip() == statement
 
 
+@needs_warp
+def test_warp_gradient_of_a_loop_that_is_not_unrolled_is_warned_about():
+    kernel = kernel_with_body(f"i = wp.tid()\n{PRODUCT.replace('x.shape[1]', '3')}out[i] = s", x="rows")
+    kernel.module.options["max_unroll"] = 0
+    f = xk.warp_kernel(kernel, like_last, launch_dims=3, differentiable=True)
+    with pytest.warns(UserWarning, match="needs 's' as it was"):
+        jax.eval_shape(jax.grad(lambda x: f(x, x[:, 0]).sum()), spec(3, 3))
+
+
 # -- launches ------------------------------------------------------------------------------------------
 
 WARP_INDICES = [  # the type of the first array, its shape, the start of a kernel, and how many indices that gives
@@ -4036,6 +4061,8 @@ def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
     for operand in (2, OfOtherLibrary(np.array(2, np.int32)), of_jax_array):
         check_close(op_of(operator.neg)(operand, outs=like_first), np.int32(-2))
     check_close(op_of(lambda: {"any container": np.float32([3, 4])})(outs=spec(2)), [3, 4])
+    jax.jit(lambda x: add_one(types.SimpleNamespace(__jax_array__=lambda: x)))(F32)
+    assert not any(issubclass(kind, jax.core.Tracer) for kind in xk._INPUT_TYPES)  # for which nothing is looked at
 
 
 @pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::-1]])
