@@ -34,7 +34,6 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import partial
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ import pytest
 from jax import export
 from jax.experimental import serialize_executable
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from numba.core.event import install_recorder
 
 import conftest
@@ -3948,7 +3947,16 @@ multiply_p.def_abstract_eval(like_first)
 mlir.register_lowering(multiply_p, mlir.lower_fun(operator.mul, multiple_results=False))
 
 
-def define_backward_pass(op):
+def product_op(generator=lambda: operator.mul):
+    """The elementwise product."""
+    op = op_with(generator)
+    Hadamard.differentiate(op)
+    return op
+
+
+def product_with_a_backward_pass():
+    op = op_of(operator.mul)
+
     def forward(x, y):
         return op(x, y, outs=like_first), (x, y)
 
@@ -3957,13 +3965,7 @@ def define_backward_pass(op):
         return ct * y, ct * x
 
     op.def_vjp_rule(forward, backward)
-
-
-def product_op(generator=lambda: operator.mul, define_derivative=Hadamard.differentiate):
-    """The elementwise product."""
-    op = op_with(generator)
-    define_derivative(op)
-    return op
+    return call_op(op)
 
 
 def sum_of(f):
@@ -3972,7 +3974,7 @@ def sum_of(f):
 
 
 WITHOUT_BATCHING_RULE = call_op(product_op(lambda: multiply_p.bind))
-WITH_BACKWARD_PASS = call_op(product_op(define_derivative=define_backward_pass))
+WITH_BACKWARD_PASS = product_with_a_backward_pass()
 
 
 @pytest.mark.parametrize("multiply, transformation", [
@@ -3986,22 +3988,10 @@ def test_op_without_a_batching_rule_or_with_a_backward_pass(multiply, transforma
     check_close(results, what_is_right("hadamard", transformation, "float32"))
 
 
-def test_op_with_a_backward_pass_takes_batches_of_numpy_arrays():
-    """JAX's custom_vjp does not."""
-    multiply = jax.vmap(WITH_BACKWARD_PASS)
-    check_close(jax.jit(lambda x: multiply(x, ROWS))(ROWS), ROWS**2)
-    check_close(jax.jit(lambda: jax.grad(sum_of(multiply))(ROWS, ROWS))(), ROWS)
-
-
-@pytest.mark.parametrize("transform", [jax.jit, jax.grad])
-def test_op_kernels_that_close_over_traced_values_are_refused(transform):
+def test_op_kernels_that_close_over_traced_values_are_refused():
     """Also where no operand is traced."""
-
-    def scale_one(x):
-        return op_of(lambda y: x * y)(1.0, outs=spec())
-
     with pytest.raises(TypeError, match=r"'op': a kernel.*closes over a traced value: pass it as an operand"):
-        transform(scale_one)(1.0)
+        jax.grad(lambda x: op_of(lambda y: x * y)(1.0, outs=spec()))(1.0)
 
 
 def test_op_kernels_know_no_axes_of_vmap():
@@ -4014,10 +4004,9 @@ def test_op_kernels_know_no_axes_of_vmap():
 
 # -- outs, operands, parameters ------------------------------------------------------------------------
 
-SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], [spec(4)], (spec(8),), {"low": spec(8), "high": spec(4)}, ()]
+SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], (spec(8),), {"low": spec(8), "high": spec(4)}, ()]
 OUTS = [  # what `outs` may be, and as what it is understood
     *zip(SPECS, SPECS),
-    (lambda x: (x, {"x": x}), (spec(8), {"x": spec(8)})),
     ([jnp.zeros(8), types.SimpleNamespace(shape=[3], dtype="int32", adj=None)], [spec(8), spec(3, dtype=np.int32)]),
 ]
 
@@ -4057,18 +4046,15 @@ class OfOtherLibrary:
 
 
 def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
-    of_jax_array = types.SimpleNamespace(__jax_array__=lambda: jnp.int32(2))
-    for operand in (2, OfOtherLibrary(np.array(2, np.int32)), of_jax_array):
-        check_close(op_of(operator.neg)(operand, outs=like_first), np.int32(-2))
+    """Or parts of such arrays."""
+    negative = call_op(op_of(operator.neg))
+    for operand in (2, types.SimpleNamespace(__jax_array__=lambda: jnp.int32(2))):
+        check_close(negative(operand), np.int32(-2))
+    for array in (VECTOR, ROWS[:, 1], ROWS[::-1]):
+        check_close(negative(OfOtherLibrary(array)), -array)
     check_close(op_of(lambda: {"any container": np.float32([3, 4])})(outs=spec(2)), [3, 4])
     jax.jit(lambda x: add_one(types.SimpleNamespace(__jax_array__=lambda: x)))(F32)
     assert not any(issubclass(kind, jax.core.Tracer) for kind in xk._INPUT_TYPES)  # for which nothing is looked at
-
-
-@pytest.mark.parametrize("cut", [np.s_[:, 1], np.s_[::-1]])
-def test_arrays_of_other_libraries_may_be_parts_of_arrays(cut):
-    part = np.arange(12, dtype=np.float32).reshape(4, 3)[cut]
-    check_close(copy(OfOtherLibrary(part)), part)
 
 
 @pytest.mark.parametrize("make, text", [
@@ -4085,22 +4071,11 @@ def test_what_is_no_input_is_refused(call, make, text):
         call(make())
 
 
-@pytest.mark.parametrize("values", [
-    (1, 1.0, True, np.float32(1)),
-    (0.0, -0.0),
-    ((np.float32(0.0),), (np.float32(-0.0),)),
-])  # fmt: skip
-def test_op_tells_equal_parameters_apart(values):
-    """Python calls them equal; their representations have different lengths."""
+def test_op_tells_equal_parameters_apart():
+    """The representations of those that Python calls equal have different lengths."""
     op = op_of(lambda x, k: x + len(repr(k)))
-
-    def call(x):
-        return [op(x, outs=spec(), k=k) for k in values]
-
-    def bind(x):
-        return [op.primitive.bind(x, outs=(spec(),), k=k)[0] for k in values]
-
-    for f in (*eager_and_jitted(call), *eager_and_jitted(bind)):
+    values = [1, 1.0, True, np.float32(1), 0.0, -0.0, (np.float32(0.0),), (np.float32(-0.0),)]
+    for f in eager_and_jitted(lambda x: [op(x, outs=spec(), k=k) for k in values]):
         assert f(0.0) == [len(repr(k)) for k in values]
 
 
@@ -4137,8 +4112,6 @@ def test_op_says_what_it_has_and_carries_what_brainevent_attaches():
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba") and op.def_benchmark_data(add_to) is add_to
     op.def_tags("sparse", "event")
-    entry = xk.KernelEntry("a", "cpu", add_to)
-    assert (entry.backend, entry.platform, entry.kernel_generator, entry.fallback) == ("a", "cpu", add_to, False)
 
 
 NAMES_OF_BRAINEVENT = (
@@ -4201,9 +4174,6 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     op.def_kernel("warp", "cpu", add_to(3))  # which no kernel for the GPU replaces
     op.def_warp_kernel(add_to(4))
     assert call(backend="warp") == 3
-    op.set_default("cpu", "warp")
-    op.def_kernel("jax", "cpu", add_to(5))
-    assert call() == 3
 
 
 @pytest.mark.parametrize("name, args, platform, backend", [  # of a method: what it registers for
@@ -4225,24 +4195,22 @@ def test_op_shorthands_and_decorators(name, args, platform, backend):
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
 
 
-@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda", "tpu")], ids="+".join)
-def test_op_platform_is_that_of_the_lowering(platforms):
+def test_op_platform_is_that_of_the_lowering():
     op, values = xk.XLACustomKernel("where"), {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}
     for platform, value in values.items():
         op.def_kernel("jax", platform, add_to(value))
-    text = jax.jit(call_op(op)).trace(VECTOR).lower(lowering_platforms=platforms).as_text()
-    assert [platform for platform, value in values.items() if f"dense<{value}" in text] == list(platforms)
+    text = jax.jit(call_op(op)).trace(VECTOR).lower(lowering_platforms=tuple(values)).as_text()
+    assert re.findall(r"dense<(\d)\.", text) == ["1", "2", "3"]
 
 
 # -- what a generator makes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
-def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
+def test_a_generator_that_computes_with_jnp_on_a_mesh():
     """What it makes serves on and off the mesh."""
     double = call_op(op_with(lambda outs: partial(jnp.multiply, 2 * jnp.ones(4))))
     rows = np.ones((8, 4), np.float32)
-    for mesh in (four_devices(4, axis_type=axis_type), four_devices(2, 2, axis_type=axis_type)):
+    for mesh in (four_devices(4, axis_type=EXPLICIT), four_devices(2, 2, axis_type=EXPLICIT)):
         split = jax.shard_map(double, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
         with jax.set_mesh(mesh):
             for f in (split, jax.jit(double)):
@@ -4251,31 +4219,28 @@ def test_a_generator_that_computes_with_jnp_on_a_mesh(axis_type):
 
 
 def test_an_op_calls_a_generator_once_for_its_parameters():
-    """Also if that computes with jnp, under jit: it gets arrays, which serve the next trace, too."""
     made = []
-    op = xk.XLACustomKernel("counted")
 
-    @op.def_numba_kernel
     def generator(outs, power):
         made.append((outs[0].shape, power))
-        factors = np.asarray(jnp.full(outs[0].shape, 2.0) ** power)
-        return wrap(lambda x: factors * x)
+        return lambda x: x**power
 
+    op = op_with(generator)
     for power in (1, 2, 1):
         jax.clear_caches()
         call = partial(op, outs=like_first, power=power)
-        check_close(jax.jit(call)(F32), 2.0**power * F32)
-        check_close(jax.vmap(call)(jnp.stack([F32, F32])), 2.0**power * np.stack([F32, F32]))
-    assert made == [((4,), 1), ((4,), 2)]
-    op.def_numba_kernel(generator)
-    op(F32, outs=like_first, power=1)
+        check_close(jax.jit(call)(VECTOR), VECTOR**power)
+        check_close(jax.vmap(call)(ROWS), ROWS**power)
+    assert made == [((8,), 1), ((8,), 2)]
+    op.def_kernel("jax", "cpu", generator)
+    op(VECTOR, outs=like_first, power=1)
     assert len(made) == 3
 
 
 @pytest.mark.parametrize("kernel, options", [
     (wrap(numba_multiply), {}),
     (lambda outs: numba_multiply, {}),  # a generator of a dispatcher
-    (numba.njit(runs("out[:] *= y", "x, y, out")), {"input_output_aliases": {0: 0}}),
+    (numba.njit(runs("for i in range(out.size): out[i] *= y[i]", "x, y, out")), {"input_output_aliases": {0: 0}}),
     (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
 ], ids=["wrapper", "generator", "in place", "guvectorize"])  # fmt: skip
 def test_op_takes_ready_kernels(kernel, options):
@@ -4287,82 +4252,43 @@ def test_op_takes_ready_kernels(kernel, options):
 # -- derivatives, and rules of one's own for batches ---------------------------------------------------
 
 
-def like_sine_and_signs(x, n):
-    return {"sine": x, "times_sign": spec(*x.shape, dtype=np.int32)}
-
-
-def sine_and_signs(x, n, a):
-    """Two outputs of two dtypes: sin(a x) and, as integers, n times the signs."""
-    return {"sine": jnp.sin(a * x), "times_sign": jnp.sign(x).astype(np.int32) * n}
-
-
-def define_jvp_rules_by_operand(op):
-    """A tangent of integers, which have none, counts as None."""
-    op.def_jvp_rule2(lambda t, x, n, a: [a * jnp.cos(a * x) * t, 0 * n], None)
-
-
-def define_vjp_rule(op):
+def test_op_vjp_rule_with_integers():
     """It gets and returns what has the structure of outs; the cotangent of an integer may be JAX's own of no bits."""
 
-    def forward(x, n, a):
-        return op(x, n, outs=like_sine_and_signs, a=a), x
+    def sine_and_signs(x, n, a):
+        return {"sine": jnp.sin(a * x), "times_sign": jnp.sign(x).astype(np.int32) * n}
 
     def backward(x, cotangents, a):
         return a * jnp.cos(a * x) * cotangents["sine"], np.zeros((), jax.dtypes.float0)
 
-    op.def_vjp_rule(forward, backward)
-
-
-@pytest.mark.parametrize("define_rule", [define_jvp_rules_by_operand, define_vjp_rule])
-def test_op_derivative_rules_with_integers(define_rule):
     op = op_of(sine_and_signs)
-    define_rule(op)
+    op.def_vjp_rule(lambda x, n, a: (sine_and_signs(x, n, a), x), backward)
 
+    @partial(jax.vmap, in_axes=(0, None))
     def sine(x, n):
-        return op(x, n, outs=like_sine_and_signs, a=2.0)["sine"]
+        outs = {"sine": x, "times_sign": spec(*x.shape, dtype=np.int32)}
+        return op(x, n, outs=outs, a=2.0)["sine"]
 
-    batch = jax.vmap(sine, (0, None))
-    slopes, nothing = jax.grad(sum_of(batch), (0, 1), allow_int=True)(ROWS, 3)
+    check_close(jax.jit(lambda: sine(ROWS, 3))(), np.sin(2 * ROWS))  # in jit JAX's custom_vjp takes no batch of NumPy
+    slopes, nothing = jax.grad(sum_of(sine), (0, 1), allow_int=True)(ROWS, 3)
     check_close(slopes, 2 * np.cos(2 * ROWS))
     assert nothing.dtype == jax.dtypes.float0
-    curvature = jax.jit(jax.grad(sum_of(jax.grad(sum_of(batch)))))(ROWS, 3)
+    curvature = jax.jit(jax.grad(sum_of(jax.grad(sum_of(sine)))))(ROWS, 3)
     check_close(curvature, -4 * np.sin(2 * ROWS), tolerance=2e-5)
 
 
-def test_op_rules_see_no_zero_tangents_and_no_call_without_cotangents():
+def test_op_rules_are_not_called_without_tangents_or_cotangents():
     op, seen = op_of(operator.mul), []
-
-    def tangent_of_x(t, x, y):
-        seen.append("x")
-        return op(t, y, outs=t)
 
     @op.def_transpose_rule
     def transpose(cotangents, x, y):
-        seen.append("transpose")
-        return [None, None]
+        seen.append(cotangents)
+        return None, None
 
-    op.def_jvp_rule2(tangent_of_x, lambda t, x, y: pytest.fail("y has no tangent"))
-    product_with_weights = jax.vmap(lambda x: op(x, WEIGHTS, outs=x))
-    check_close(jax.grad(lambda x: product_with_weights(product_with_weights(x)).sum())(ROWS), np.zeros_like(ROWS))
-    assert seen == ["x", "x", "transpose"]
-
-
-def test_op_takes_an_operand_without_value_as_outs():
-    """In rules JAX gives an operand that the op is linear in, and a tangent that is zero, by type alone."""
-    op = op_of(operator.mul)
-
-    @op.def_jvp_rule
-    def jvp(primals, tangents):
-        x, y = primals
-        of_x, of_y = tangents
-        return op(x, y, outs=[x]), op(x, of_y, outs=[of_x])
-
-    @op.def_transpose_rule
-    def transpose(cts, x, y):
-        return [None, *op(x, cts[0], outs=[y])]
-
-    weighted = jax.vmap(partial(op, outs=like_first), (None, 0))
-    check_close(jax.grad(lambda y: weighted(WEIGHTS, y).sum())(ROWS), np.stack([WEIGHTS] * 3))
+    op.def_jvp_rule2(lambda t, x, y: op(t, y, outs=t), lambda t, x, y: pytest.fail("y has no tangent"))
+    multiply = jax.vmap(lambda x: op(x, WEIGHTS, outs=x))
+    check_close(jax.grad(lambda x: multiply(multiply(x)).sum())(ROWS), np.zeros_like(ROWS))
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("method, rules, text", [
@@ -4396,17 +4322,14 @@ def test_op_newest_rules_reach_warm_functions():
 
 
 def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
-    square_p = Primitive("square")
-    square_p.def_impl(jnp.square)
-    square_p.def_abstract_eval(like_first)
-    mlir.register_lowering(square_p, mlir.lower_fun(jnp.square, multiple_results=False))
-    batching.primitive_batchers[square_p] = partial(xk.general_batching_rule, square_p)
-    xk.defjvp(square_p, lambda t, x: 2 * x * t)
-    check_close(jax.jvp(square_p.bind, (VECTOR,), (WEIGHTS,)), (VECTOR**2, 2 * VECTOR * WEIGHTS))
-    check_close(jax.vmap(square_p.bind, 1)(ROWS.T), ROWS**2)
+    xk.defjvp(multiply_p, lambda t, x, y: t * y, None)
+    multiply = jax.jit(multiply_p.bind)
+    check_close(jax.jvp(multiply, (VECTOR, VECTOR), (WEIGHTS, WEIGHTS)), (VECTOR**2, VECTOR * WEIGHTS))
+    batch = jax.jit(lambda: xk.general_batching_rule(multiply_p, (ROWS.T, VECTOR), (1, None)))
+    check_close(batch(), (ROWS * VECTOR, 0))
 
 
-def test_op_general_batching():
+def test_general_batching_of_an_op():
     op = op_of(lambda x: {"sum": x + 1})
     for primitive in (op, op.primitive):
         batch, axes = xk.general_batching_rule(primitive, (ROWS,), (0,), outs={"sum": spec(8)})
@@ -4435,17 +4358,17 @@ def test_op_batching_rule_does_the_innermost_vmap_beside_the_ops_derivatives(der
 
 def test_debug_nans():
     """Also of what is bound to arrays by hand."""
-    kernel = wrap(runs("out[:] = np.log(x)"))
+    kernel = wrap(reads("np.log(x[0])"))
     op = op_of(kernel)
 
     def bind(x):
-        return op.primitive.bind(x, outs=(spec(2),))[0]
+        return op.primitive.bind(x, outs=(spec(1),))[0]
 
     for log in (call_op(op), bind, jax.disable_jit()(kernel)):
         with jax.debug_nans(True):
-            check_close(log(jnp.ones(2)), [0, 0])
+            check_close(log(jnp.ones(1)), [0])
             with pytest.raises(FloatingPointError):
-                log(-jnp.ones(2))
+                log(-jnp.ones(1))
 
 
 def test_op_benchmark_compares_backends():
@@ -4458,9 +4381,6 @@ def test_op_benchmark_compares_backends():
     (chosen,) = op.benchmark(VECTOR, outs=like_first, backend="c").rows
     assert chosen.backend == "c" and chosen.difference == 0
     assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
-    calls = itertools.count(1)
-    failing = op_with(lambda: lambda x: jax.pure_callback(lambda x: 1 / (3 - next(calls)) + x, x, x))
-    assert failing.benchmark(VECTOR, outs=like_first).rows[0].error and next(calls) > 3
 
 
 # ======================================================================================================
@@ -4468,27 +4388,12 @@ def test_op_benchmark_compares_backends():
 # ======================================================================================================
 
 
-@xk.numba_kernel(outs=like_first)
-def matvec(x, w, out):
-    for i in range(x.size):
-        total = 0.0
-        for j in range(x.size):
-            total += w[i, j] * x[j]
-        out[i] = total
-
-
-@xk.numba_kernel(outs=lambda total, x: (total, spec(dtype=np.int32)), input_output_aliases={0: 0}, scratch=like_first)
-def added_to(total, x, out, count, work):
-    for i in range(x.size):
-        work[i] = out[i] + x[i]
-        out[i] = work[i]
-    count[()] = x.size
-
-
-@xk.numba_kernel(outs=spec(3))
-def sum_of_corners(x, y, z, out):
-    for i in range(3):
-        out[i] = x[()] + y[0, 0, 0] + i * z[0]
+@xk.numba_kernel(outs=lambda x, v, *_: (v, spec(dtype=np.int32)), input_output_aliases={1: 0}, scratch=like_last)
+def add_to_v(x, v, y, z, out, count, work):
+    for i in range(z.size):
+        work[i] = x[()] * z[i]
+        out[i] += work[i] + y[0, 0]
+    count[()] = z.size
 
 
 def four_devices(*shape, axis_type=AUTO):
@@ -4505,53 +4410,43 @@ def on_mesh(x, *axes, mesh=None):
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
 
 
-X846, W66 = [  # named by their shapes
-    np.random.default_rng(0).random(shape, np.float32) for shape in ((8, 4, 6), (6, 6))
-]
-X86, X8, Y8 = X846[:, 0], X846[:, 1, 0], X846[:, 2, 0]
+X846 = np.random.default_rng(0).random((8, 4, 6), np.float32)  # named by their shapes
+X86, X6, X8, Y8 = X846[:, 0], X846[0, 1], X846[:, 1, 0], X846[:, 2, 0]
 XS, YS = X846[:2, :, :4]
-matvecs = jax.vmap(matvec, (0, None))
-multiply_in_op = call_op(product_op(numba_multiply))
+multiply_in_op, multiply_in_jax = call_op(product_op(numba_multiply)), call_op(product_op())
+multiply_all_pairs = jax.vmap(jax.vmap(multiply_in_op, (None, 0)), (0, None))
+multiply_rows = jax.vmap(multiply_in_op, (0, None))
 
 
-def over_d(x, w):
+def over_d(x, y):
     split = {"mesh": four_devices(2, 2), "in_specs": (P("d"), P()), "out_specs": P("d"), "axis_names": {"d"}}
-    return jax.shard_map(jax.vmap(matvecs, (0, None)), **split)(x, w)
-
-
-def of_parts(x, y):
-    """A device has a half of a slice."""
-    return jax.vmap(multiply_in_op)(x.reshape(2, 4), y.reshape(2, 4)).ravel()
+    return jax.shard_map(jax.vmap(multiply_rows, (0, None)), **split)(x, y)
 
 
 def gradient_of_squares(x, y):
-    return jax.grad(lambda x: (jax.vmap(multiply_in_op, (0, None))(x, y) ** 2).sum())(x)
+    return jax.grad(lambda x: (multiply_rows(x, y) ** 2).sum())(x)
 
 
-SPLIT_PROGRAMS = [  # a function, its arrays with the axes that their dimensions are split over, and what is right
-    (over_d, [(X846, "d", "e"), (W66,)], X846 @ W66.T),
-    (jax.vmap(added_to), [(X86, "d"), (X86, "d")], (2 * X86, np.full(8, 6, np.int32))),
-    (jax.vmap(sum_of_corners, (None, 0, None)), [(X8[0],), (X846[..., None], "d"), (X8,)],
-     X8[0] + X846[:, 0, :1] + np.arange(3, dtype=np.float32) * X8[0]),
-    (jax.vmap(jax.vmap(multiply_in_op, (None, 0)), (0, None)), [(XS, "d"), (YS, "e")], XS[:, None] * YS),
-]  # fmt: skip
-SPLIT_EXPLICITLY = [
-    (jax.vmap(jax.vmap(multiply_in_op, (0, None))), [(X846, None, ("e", "d")), (X86,)], X846 * X86[:, None]),
-    (gradient_of_squares, [(XS, "d"), (YS[0],)], 2 * XS * YS[0] ** 2),
-]
-GATHERED = [  # by XLA; with explicit axes JAX refuses it
-    (multiply_in_op, [(X8, "d"), (Y8, "d")], X8 * Y8),
-    (of_parts, [(X8, ("d", "e")), (Y8, ("d", "e"))], X8 * Y8),
-]
+def gradients(multiply):
+    return jax.grad(sum_of(multiply), (0, 1))
 
 
-@pytest.mark.parametrize("function, operands, expected, axis_type, moves", [
-    *((*row, AUTO, False) for row in SPLIT_PROGRAMS),
-    *((*row, EXPLICIT, False) for row in SPLIT_EXPLICITLY),
-    *((*row, AUTO, True) for row in GATHERED),
+@pytest.mark.parametrize("axis_type, function, operands, expected, moves", [
+    # operands: arrays, with the axes that their dimensions are split over; moves: whether they move between devices
+    (AUTO, over_d, [(X846, "d", "e"), (X6,)], X846 * X6, False),
+    (AUTO, jax.vmap(add_to_v, (None, 0, None, 0)), [(X8[0],), (X86, "d"), (X846[0],), (X86, "d")],
+     ((1 + X8[0]) * X86 + X846[0, 0, 0], np.full(8, 6, np.int32)), False),
+    (AUTO, multiply_all_pairs, [(XS, "d"), (YS, "e")], XS[:, None] * YS, False),
+    (AUTO, multiply_in_op, [(X8, "d"), (Y8, "d")], X8 * Y8, True),  # with explicit axes JAX refuses it
+    (EXPLICIT, jax.vmap(multiply_rows), [(X846, None, ("e", "d")), (X86,)], X846 * X86[:, None], False),
+    (EXPLICIT, gradient_of_squares, [(XS, "d"), (YS[0],)], 2 * XS * YS[0] ** 2, False),
+    # operands that are split differently
+    (EXPLICIT, multiply_in_jax, [(X8, "d"), (Y8,)], X8 * Y8, True),
+    (EXPLICIT, gradients(multiply_in_jax), [(X8, "d"), (Y8,)], (Y8, X8), True),
+    (EXPLICIT, gradients(WITH_BACKWARD_PASS), [(X8, "d"), (Y8,)], (Y8, X8), True),
 ])  # fmt: skip
-def test_xla_splits_a_batch(function, operands, expected, axis_type, moves):
-    """With aliases, scratch and shared operands; nothing moves between devices, unless a slice is split."""
+def test_xla_splits_a_batch(axis_type, function, operands, expected, moves):
+    """With aliases, scratch and shared operands."""
     mesh = four_devices(2, 2, axis_type=axis_type)
     args = [on_mesh(x, *axes, mesh=mesh) for x, *axes in operands]
     executable = jax.jit(function).lower(*args).compile()
@@ -4566,23 +4461,12 @@ def over_axis(f, axis, **mesh):
 
 def test_side_effects_need_a_sharding_that_says_where():
     two_by_two = four_devices(2, 2)
-    add_aloud = wrap(runs("print('slice'); out[:] = x + 1"), has_side_effect=True)
-    over_half_a_mesh = over_axis(add_aloud, "d", mesh=two_by_two)
+    kept = wrap(copy.__wrapped__, has_side_effect=True)
+    over_half_a_mesh = over_axis(kept, "d", mesh=two_by_two)
     with pytest.raises(NotImplementedError, match="shard_map"):
         jax.jit(over_half_a_mesh)(XS)
-    over_both = over_axis(over_axis(add_aloud, "e"), "d", mesh=two_by_two)
-    check_close(jax.jit(over_both)(XS), XS + 1)
-
-
-@pytest.mark.parametrize("define_derivative", [Hadamard.differentiate, define_backward_pass])
-def test_op_on_a_mesh_of_explicit_axes(define_derivative):
-    """Also where its operands are split differently."""
-    multiply = call_op(product_op(define_derivative=define_derivative))
-    with jax.set_mesh(four_devices(4, axis_type=EXPLICIT)):
-        x, y = jax.device_put(VECTOR, P("d")), jax.device_put(WEIGHTS, P())
-        check_close(jax.jit(multiply)(x, y), VECTOR * WEIGHTS)
-        gradients = jax.jit(jax.grad(sum_of(multiply), (0, 1)))(x, y)
-        check_close(gradients, (WEIGHTS, VECTOR))
+    over_both = over_axis(over_axis(kept, "e"), "d", mesh=two_by_two)
+    check_close(jax.jit(over_both)(XS), XS)
 
 
 # ======================================================================================================
@@ -4770,10 +4654,6 @@ CACHED = """
         for i in range(x.size):
             out[i] = x[i]
 
-    @numba.njit(cache=True)
-    def by_a_helper(x, out):
-        copy(x, out)
-
     @numba.njit(cache=True, parallel=True)
     def in_parallel(x, out):
         for i in numba.prange(x.size):
@@ -4797,8 +4677,7 @@ def run_cached(folder):
         cached = importlib.import_module("cached")
     matrix = np.ones((1000, 1000), np.float32)
     with install_recorder("numba:compile") as recorder:
-        results = [wrap(cached.multiplies, lambda A, x: x)(matrix, matrix[0])[0]]
-        results += [wrap(kernel)(F32)[0] for kernel in (cached.by_a_helper, cached.in_parallel)]
+        results = wrap(cached.multiplies, like_last)(matrix, matrix[0])[0], wrap(cached.in_parallel)(F32)[0]
     with pytest.raises(TypeError, match="in_out_argnames"):
         wrap(cached.writes)(F32)
     return list(map(float, results)), len(recorder.buffer)
@@ -4809,7 +4688,7 @@ def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
     """And refuses the same, though what Numba loads does not say what is in it."""
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     results, n_compiled = run_cached(tmp_path)
-    assert results == [1000, 1, 2] and n_compiled > 0
+    assert results == [1000, 2] and n_compiled > 0
     assert another_process().submit(run_cached, tmp_path).result() == (results, 0)
 
 
@@ -4989,16 +4868,13 @@ def run_tests(pytester, monkeypatch):
     return run
 
 
-def test_conftest_what_is_missing_is_skipped_with_the_reason(run_tests, pytester):
+def test_conftest_what_is_missing_is_skipped_with_the_reason_or_fails_if_it_is_required(run_tests, pytester):
     """Which the outcomes say, too."""
     result = run_tests(TWO_TESTS, "--outcomes-out=outcomes")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["skipped: warp (warp is not installed)", "SKIPPED * warp: warp is not installed"])
     outcomes = json.loads((pytester.path / "outcomes").read_text())
     assert outcomes == {"test_of_nothing": "passed", "test_of_warp": "warp: warp is not installed"}
-
-
-def test_conftest_what_is_required_fails(run_tests):
     result = run_tests(TWO_TESTS, "--require=numba,warp")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
@@ -5100,18 +4976,14 @@ PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in
 
 
 def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
-    """Each beside the name of what it was measured of."""
+    """It has names, then the figures in the same order, then its title."""
     row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
     figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
-    picture = ElementTree.parse(ROOT / ".github" / "speed.svg")
-    texts = [(x.text, float(x.get("y"))) for x in picture.iter("{http://www.w3.org/2000/svg}text")]
-
-    def figure_beside(path):
-        height = dict(texts)[path]
-        (figure,) = [text for text, y in texts if text != path and abs(y - height) < 5]
-        return float(figure)
-
-    assert list(map(figure_beside, PATHS_OF_TABLE)) == figures_of_table
+    below_the_axis = text_of(".github/speed.svg").partition("lower is better")[2]
+    *texts, _title = re.findall(r">([^<>]+)</text>", below_the_axis)
+    half = len(texts) // 2
+    figure_of = dict(zip(texts[:half], map(float, texts[half:]), strict=True))
+    assert [figure_of[path] for path in PATHS_OF_TABLE] == figures_of_table
 
 
 def anchors_of(text):
