@@ -3006,8 +3006,6 @@ WARP_KERNELS = {  # parameters, and what a thread does
     ),
     "doubles": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double(y, count, i)"),
     "doubles_again": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double_again_by_call(y, count, i)"),
-    "meets": ("x: floats, out: floats", "out[0] = meet(x[0])"),
-    "meets_on_tiles": ("x: floats, out: floats", "wp.tile_store(out, wp.tile_load(x, shape=1))\nout[0] = meet(x[0])"),
 }
 TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
 
@@ -3165,10 +3163,11 @@ def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
     assert wp.config.log_level == 20
 
 
-SLICES = {  # how a kernel meets others: the kernel, options, threads that call it, and whether slices overlap
-    "as they come": ("meets", {}, 1, True),
-    "in order": ("meets", IN_ORDER, 1, False),
-    "on tiles": ("meets_on_tiles", {"tiled": True}, 4, False),
+MEET = "out[0] = meet(x[0])"  # in C++ for CPUs alone
+SLICES = {  # how a kernel meets others: its body, options, threads that call it, and whether slices overlap
+    "as they come": (MEET, {}, 1, True),
+    "in order": (MEET, IN_ORDER, 1, False),
+    "on tiles": (f"wp.tile_store(out, wp.tile_load(x, shape=1))\n{MEET}", {"tiled": True}, 4, False),
 }
 
 
@@ -3177,8 +3176,9 @@ SLICES = {  # how a kernel meets others: the kernel, options, threads that call 
 @pytest.mark.parametrize("how", SLICES)
 def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(how):
     """Warp keeps the CPU's memory of all tiles behind one pointer."""
-    kernel, options, n_threads, overlap = SLICES[how]
-    run = jax.jit(jax.vmap(xk.warp_kernel(getattr(warp_kernels(), kernel), like_first, launch_dims=1, **options)))
+    body, options, n_threads, overlap = SLICES[how]
+    kernel = kernels_from({"meets": ("x: floats, out: floats", body)})["meets"]
+    run = jax.jit(jax.vmap(xk.warp_kernel(kernel, like_first, launch_dims=1, **options)))
     patience = np.full((16, 1), 1e6, np.float32)
     with ThreadPoolExecutor(n_threads) as pool:
         for _ in range(100 if overlap else 5):  # a busy machine may leave the caller alone
