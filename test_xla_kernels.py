@@ -1686,8 +1686,8 @@ FROM_ZERO = np.arange(4, dtype=np.float32)
 
 @pytest.mark.parametrize("kernel", kernels_of(Writes))
 def test_a_kernel_that_writes_to_an_input_unseen_by_numba_is_refused(kernel):
-    """With a way out, by which it gives what Python gives."""
-    with pytest.raises(TypeError, match=r"writes? to its input 'x' by .*in_out_argnames"):
+    """With a way out, by which it gives what Python gives.  Numba 0.63 sees one more of them itself."""
+    with pytest.raises(TypeError, match=r"(writes? to its input 'x' by|inputs are read-only).*in_out_argnames"):
         wrap(kernel)(F32)
     changed = FROM_ZERO.copy()
     kernel(changed, np.zeros(4, np.float32))

@@ -4820,7 +4820,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
             f"{title}: the gradient may be wrong: Warp's adjoint needs {name!r} as it was in `{text:.60}` (line {line} "
             f"of {file}), and has its value at another time.  Put the loop into a wp.func that returns "
             f"what it sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
-            "jax.test_util.check_grads",
+            'jax.test_util.check_grads(f, args, order=1, modes=["rev"])',
             skip_file_prefixes=_FILES_BEFORE_THE_USERS,
         )
     _WARNED_OF.add(kernel)
