@@ -1056,6 +1056,7 @@ ERRORS = {
         (TypeError, ".shape and .dtype", wrap, itself, jnp.float32),
         (ValueError, "negative.*(-1,)", wrap, itself, spec(-1)),
         (ValueError, "scalars=[3]: 3 must be the name of an array parameter", partial(wrap, scalars=3)),
+        (ValueError, "scalars=['out'] are to be inputs without dimensions", wrap(scalars=["out"]), F32),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (ValueError, "in_out_argnames=.*'t' must be the name of an array", partial(wrap, in_out_argnames=["t"])),
         # inputs
@@ -1627,12 +1628,26 @@ class OnlyUpdates:
     def in_a_function_of_numpy(x, out):
         out[:] = np.maximum(out, x)
 
+    def by_a_ufunc(x, out):
+        np.add(out, x, out)
+
+    def the_largest(x, out):
+        for i in range(x.size):
+            if x[i] > out[0]:
+                out[0] = x[i]
+
+    def the_larger(x, out):
+        out[0] = out[0] if out[0] > x[0] else x[0]
+
     def assigned_anew(x, out):
         out = 2 * x  # noqa: F841
 
 
 class Right:
     """Kernels that are right, and look like those: they must be taken."""
+
+    def as_long_as_the_output(x, out):
+        out[:] = x[: len(out)] + np.zeros_like(out)
 
     def rows_of_enumerate(x, out):
         for i, row in enumerate(out.reshape((2, 2))):
@@ -1784,6 +1799,14 @@ def read_before(k, v):
     return jax.lax.fori_loop(0, 9, step, (v, 0.0))
 
 
+def test_in_out_arguments_are_results_in_the_order_of_the_parameters():
+    f = wrap(
+        runs("a[0] = 1; b[0] = s[0] = 2", "a, b, s"), [FLOATS] * 2, in_out_argnames=["b", "a"], scratch=np.zeros(1)
+    )
+    a, b = f(F32, 3 * F32)
+    check_close((a, b), ([1, 1, 1, 1], [2, 3, 3, 3]))
+
+
 add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
 
 
@@ -1897,7 +1920,7 @@ def executables(step):
     kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
     kernels += closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T])
     kernels += closures("v(x[0])", [math.sin, math.cos, *helpers])
-    kernels += [reads("np.sinh(x[0])"), reads("np.cosh(x[0])")]
+    kernels += [reads("np.sinh(x[0])"), reads("np.cosh(x[0])"), reads("x[0] + 40"), reads("x[0] + 50")]
     kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
 

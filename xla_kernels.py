@@ -34,7 +34,7 @@ A map of this file:
     10 XLACustomKernel   one operation, many backends, all of JAX's transformations
     11 Backends          one row each, and the self-check
 
-A call: `_Wrapper.__call__` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
+A call: `_Wrapper.__call__` -> `jax.jit` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
 `_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a
 slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the code of `_Handler` and `_Driver`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_op_batching`, which records the vmap ->
@@ -409,7 +409,7 @@ def _with_parts(values: Iterable[tuple[str, Any]], names: Sequence[str] = ()) ->
     for name, value in found:  # which grows
         if isinstance(value, (tuple, list)):
             found += [(name, item) for item in value]
-        elif type(value) is types.ModuleType and not _is_stable(value.__name__) and value not in modules:
+        elif isinstance(value, types.ModuleType) and not _is_stable(value.__name__) and value not in modules:
             modules.add(value)
             found += [(x, vars(value)[x]) for x in names if x in vars(value)]
     return found
@@ -447,19 +447,21 @@ def _described(value: Any) -> tuple[str, Any]:
     The items of tuples and lists, and the attributes of modules, are values of their own (`_with_parts`).
     """
     kind = type(value)
-    if isinstance(value, np.generic) or kind in (bool, int, float, complex, str, bytes):
+    if isinstance(value, np.generic) or kind in (bool, int, float, complex, str, bytes, slice):
         return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}", None  # tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
         return f"{kind.__name__} of {len(value)}", None
     if kind in (set, frozenset):  # options, such as those of fastmath
         return f"{kind.__name__} {sorted(map(repr, value))}", None
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        is_copied = value.flags.forc and value.nbytes <= 10**6  # else Numba reads it where it is, each time
-        text = f"{value.dtype} {value.shape} {value.strides} {hashlib.blake2b(value.tobytes()).hexdigest()}"
-        return text, None if is_copied else _Same(value)
+        text = f"{value.dtype} {value.shape} {value.strides}"
+        if value.flags.forc and value.nbytes <= 10**6:
+            return f"{text} {hashlib.blake2b(value.tobytes()).hexdigest()}", None
+        return text, _Same(value)  # Numba reads it where it is, each time
     if kind is types.CodeType:
         constants = [_described(constant)[0] for _, constant in _with_parts([("", value.co_consts)])]
-        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+        counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
+        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars, *counts
         return f"{value.co_code.hex()} {value.co_exceptiontable.hex()} {names} {constants}", None
     return f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}", _Same(value)
 
@@ -794,8 +796,13 @@ class _Source(_Interpreter):
         self.results: dict[tuple[Any, frozenset], set] = {}
         self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
         self.depth = 0  # of calls
+        self.tests: list[ast.expr] = []  # of the `if`s around a statement
         start = ast.Call(ast.Name("source not found: kernel"), [], [])
-        self.call(kernel, [{view} - {None} for view in given], {}, start)
+        arguments = [{view} - {None} for view in given]
+        try:
+            self.call(kernel, arguments, {}, start)
+        except RecursionError:  # in sums of hundreds of terms
+            self.note("unknown", set().union(*arguments), start)
 
     def note(self, kind: str, found: Iterable, node: ast.AST) -> None:
         """Note an access to arrays.  Numba refuses a statement that assigns to an input, and lets functions pass."""
@@ -830,7 +837,10 @@ class _Source(_Interpreter):
             return _inside(everything, own_name in _UNGUARDED and is_of_one)
         elif _only_reads(function, name):
             n_in = getattr(function, "nin", _INPUTS_BEFORE_OUT.get(own_name, len(given)))
-            self.note("stores", set().union(*given[n_in:], named.get("out", set())), node)
+            outs = set().union(*given[n_in:], named.get("out", set()))
+            inputs = {view.parameter for view in _arrays(set().union(*given[:n_in]))}
+            is_update = inputs.intersection(view.parameter for view in _arrays(outs))
+            self.note("updates" if is_update else "stores", outs, node)
         else:
             if not isinstance(function, type) and not hasattr(function, "vars"):  # else a type or struct holds them
                 self.note("unknown", everything, node)
@@ -907,6 +917,10 @@ class _Source(_Interpreter):
             case ast.AugAssign(target=target, value=value):
                 self.value(value)
                 self.note("updates", self.place(target), node)
+            case ast.If(test=test):
+                self.tests.append(test)
+                super().statement(node)
+                self.tests.pop()
             case ast.FunctionDef(name=name):
                 self.names[name] = {node}
             case ast.Return(value=ast.expr() as value):
@@ -924,7 +938,8 @@ class _Source(_Interpreter):
             case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
                 self.names[name] = self.names.get(name, set()) | _inside(found)
             case _:
-                self.note("updates" if _is_update(target, node.value) else "stores", self.place(target), node)
+                is_update = _is_update(target, node.value) or any(_reads(test, target) for test in self.tests)
+                self.note("updates" if is_update else "stores", self.place(target), node)
 
     def place(self, target: Any) -> set:
         """The arrays that a target may be, or be a part of."""
@@ -1014,13 +1029,32 @@ def _parts(target: Any, value: Any) -> tuple[list, list]:
 
 
 def _is_update(target: Any, value: Any) -> bool:
-    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = f(x) + y`."""
-    text = ast.unparse(target)
+    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = f(x) + y`.
+
+    A value that is chosen is, if what chooses reads the target: `x[i] = y if y > x[i] else x[i]`.
+    """
     nodes = list(ast.walk(value))
-    operands = [ast.unparse(x) for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
-    operands += [ast.unparse(x) for node in nodes if isinstance(node, ast.Call) for x in node.args]
-    is_made_of = text in map(ast.unparse, nodes) or re.sub(r"\[(:|\.\.\.)\]$", "", text) in operands
-    return is_made_of and not re.search(r"\bif\b|\b(where|select)\(", ast.unparse(value))
+    calls = [x for x in nodes if isinstance(x, ast.Call)]
+    tests = [x.test for x in nodes if isinstance(x, ast.IfExp)]
+    tests += [x.args[0] for x in calls if re.search(r"\b(where|select)$", ast.unparse(x.func))]
+    if tests:
+        return any(_reads(test, target) for test in tests)
+    operands = [x for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
+    for call in calls:
+        if not re.search(r"(len|ndim|shape|size|_like)$", ast.unparse(call.func)):  # which look at no elements
+            operands += call.args
+    of_whole = ast.unparse(target).removesuffix("[:]").removesuffix("[...]")
+    return _reads(value, target) or any(isinstance(x, ast.Name) and x.id == of_whole for x in operands)
+
+
+def _reads(node: Any, target: Any) -> bool:
+    """Whether an expression reads what an assignment assigns to."""
+    same = [x for x in ast.walk(node) if type(x) is type(target) and _names_of(x) == _names_of(target)]
+    return ast.unparse(target) in map(ast.unparse, same)
+
+
+def _names_of(target: Any) -> str:
+    return getattr(_root(target), "id", "")
 
 
 def _is_device_array(value: Any) -> bool:
@@ -1532,7 +1566,7 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
 def _ready_kind(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
     for cls in type(kernel).__mro__:
-        package = cls.__module__.partition(".")[0]
+        package = str(cls.__module__).partition(".")[0]
         for backend, row in _BACKENDS.items():
             if f"{package}.{cls.__name__}" in row.ready:
                 return backend
@@ -1578,7 +1612,7 @@ class _Options:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
             _flat_specs(self.outs, "outs")
-        self.scratch = self.scratch or ()
+        self.scratch = () if self.scratch is None else self.scratch
         self.input_output_aliases = dict(self.input_output_aliases or {})
         self.in_out_argnames = _as_list(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
@@ -1625,7 +1659,7 @@ class _ByName:
 
     def __reduce__(self) -> tuple:
         # The main module is another one elsewhere, and builtins have the prompt's last result.
-        others = [name for name in sys.modules if not name.endswith(("main__", "builtins"))]
+        others = [name for name in list(sys.modules) if not name.endswith(("main__", "builtins"))]
         return self._variable_of(others) or self._reduce_without_module()
 
     def _variable_of(self, modules: Iterable[str]) -> tuple:
@@ -2764,8 +2798,8 @@ def numba_kernel(
     `XLACustomKernel` and `jax.custom_vjp`.
 
     A kernel is compiled once for each combination of dtypes and ranks (also one of explicit signatures, which may keep
-    `cache=True`).  It reads globals then: this wrapper keeps their values, and a plain function that is wrapped again
-    reads them anew.  What is wrapped or made again is compiled once as long as what it reads is equal.
+    `cache=True`).  It reads globals then, once for each, and a plain function that is wrapped again reads them
+    anew.  What is wrapped or made again is compiled once as long as what it reads is equal.
 
     XLA may merge two equal calls into one, even if the kernel draws random numbers: `has_side_effect=True` prevents
     that.  Two calls with side effects are not ordered, unless one takes a result of the other.  Under `vmap` a `cond`
@@ -2805,7 +2839,7 @@ def numba_kernel(
         as long as the process lives.
       has_side_effect: True keeps the call even where its results are not used.
       scratch: a spec, a tuple of them, or a callable like `outs`: uninitialized buffers passed after the outputs and
-        not returned.
+        not returned; under `vmap` one for each slice.
       zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
         kernel whose source only updates an output, or never stores to it, is refused, unless it starts from an input;
         False says that the kernel does store there before.
@@ -2864,6 +2898,8 @@ class _NumbaWrapper(_Wrapper):
         for j, name in enumerate(self.in_outs):
             inputs[self.parameters.index(name)] = n_in + j  # in-out arguments are the first outputs
         without_dims = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
+        if isinstance(self.options.scalars, list) and not self.scalars <= without_dims:
+            raise ValueError(f"{self.title}: scalars={self.options.scalars} are to be inputs without dimensions")
         forms = [_Form(n, (*inputs, *written), without_dims & self.scalars)]
         if may_return and written and not has_scratch:
             forms.append(_Form(n, tuple(inputs), without_dims, written))
@@ -5003,6 +5039,7 @@ class XLACustomKernel(_ByName):
         if self._is_traced:
             self._is_traced = False
             jax.clear_caches()
+            _jitted_primitive.cache_clear()
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -5411,7 +5448,9 @@ class _OpParams:
         key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
         # Without a kernel, or where the platform may be another one, the lowering raises.
         if entry and key not in self.op._checked and jax.default_backend() == "cpu":
-            self.allowed(ins).traced(entry, ins)
+            op_params = self.allowed(ins)
+            if not op_params.is_empty:
+                op_params.traced(entry, ins)
             self.op._checked.keep(key, True)
 
     def bind(self, *ins: Any) -> list:
@@ -5424,9 +5463,14 @@ class _OpParams:
         outer = dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
         return outer.bind(*batch)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no result has elements, which not every backend takes."""
+        return bool(self.outs) and all(0 in out.shape for out in self.batched_outs)
+
     def run(self, entry: KernelEntry, *ins: Any) -> list:
         """The results of a kernel."""
-        if self.outs and all(0 in out.shape for out in self.batched_outs):  # not every backend takes it
+        if self.is_empty:
             return list(map(_zeros, self.batched_outs))
         closed = self.traced(entry, ins)  # as a whole first: a failure must leave nothing behind
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
