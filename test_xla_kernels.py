@@ -1800,10 +1800,8 @@ def read_before(k, v):
 
 
 def test_in_out_arguments_are_results_in_the_order_of_the_parameters():
-    f = wrap(
-        runs("a[0] = 1; b[0] = s[0] = 2", "a, b, s"), [FLOATS] * 2, in_out_argnames=["b", "a"], scratch=np.zeros(1)
-    )
-    a, b = f(F32, 3 * F32)
+    kernel = runs("a[0] = 1; b[0] = s[0] = 2", "a, b, s")
+    a, b = wrap(kernel, [FLOATS] * 2, in_out_argnames=["b", "a"], scratch=F32[:1])(F32, 3 * F32)
     check_close((a, b), ([1, 1, 1, 1], [2, 3, 3, 3]))
 
 
