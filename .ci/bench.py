@@ -99,9 +99,14 @@ def add(x, y, out):
         out[i] = x[i] + y[i]
 
 
+def add_in_place(x, y):
+    for i in range(x.size):
+        x[i] += y[i]
+
+
 @functools.cache
 def cuda_add():
-    """The same, with the package that the tests take."""
+    """The first, with the package that the tests take."""
     predecessor = importlib.util.find_spec("numba_cuda") and "XLA_KERNELS_CUDA_SUCCESSOR" not in os.environ
     cuda = importlib.import_module("numba.cuda" if predecessor else "numba_cuda_mlir.cuda")
 
@@ -180,7 +185,7 @@ ADD = {  # by the name of a path: the platform that it is for, and a function of
 }  # fmt: skip
 IN_A_LOOP = ADD | {
     "x + y of jnp": ("gpu", lambda out: operator.add),  # on CPUs XLA makes one addition of all
-    "numba_kernel, in place": ("cpu", lambda out: xk.numba_kernel(add, out, input_output_aliases={"x": 0})),
+    "numba_kernel, in place": ("cpu", lambda out: xk.numba_kernel(add_in_place, out, in_out_argnames=["x"])),
     "numba_cuda_kernel, in place": (
         "gpu",
         lambda out: xk.numba_cuda_kernel(cuda_add(), out, launch_dims=out.size, input_output_aliases={"x": 0}),
