@@ -2879,7 +2879,6 @@ def test_ptx_that_asks_for_z(ptx, asks):
 
 needs_warp = pytest.mark.needs("warp")
 floats = wp and wp.array(dtype=float)
-rows_of_floats = wp and wp.array2d(dtype=float)
 
 
 # -- kernels made of text, and the functions that they call ----------------------------------------------

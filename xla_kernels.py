@@ -1887,7 +1887,7 @@ class _Wrapper(_ByName):
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
 #   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
 # - Numba's `cgutils`, and the CPU that it compiles for (`magic_tuple`): all tests of kernels
-# - the default mode of floats of glibc (`_FE_DFL_ENV`; test_parallel_kernels_in_each_threading_layer)
+# - the default mode of floats of glibc (`_FE_DFL_ENV`; test_the_life_of_a_process...)
 
 # -- 6.1 What a backend gives: a signature, and an emitter ---------------------------------------------
 # One slice: its buffers and their dimensions.
@@ -2731,7 +2731,7 @@ def _keep_message(error: BaseException, label: str) -> int:
 #
 # What a new Numba may break: loudly `library._final_module`, `_shared_module`, the status of `call_conv.call_function`;
 # silently the parameters of arrays (`_numba_params`: the matrix), new ways to write to a read-only array (3.4: the
-# table of mistakes), and how LLVM's text shows that threads start (test_parallel_kernels_in_each_threading_layer).
+# table of mistakes), and how LLVM's text shows that threads start (test_the_life_of_a_process...).
 
 _NUMBA_INSTALL = "pip install numba"
 # A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
