@@ -837,7 +837,6 @@ def kernel_source(element, language, ndim):
 
 # ======================================================================================================
 # What the tests of all sections use: specs, kernels made of a line, processes
-# ======================================================================================================
 
 
 def spec(*shape, dtype=np.float32):
@@ -935,7 +934,6 @@ def run_code(code, **env):
 
 # ======================================================================================================
 # Mistakes: each is refused in words that say the rule, the value and the way out.  Every mistake is a row
-# ======================================================================================================
 
 
 def itself(x):
@@ -1283,7 +1281,6 @@ def test_a_call_that_fails_gives_its_memory_back():
 
 # ======================================================================================================
 # Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
-# ======================================================================================================
 
 # -- which kernels are one kernel -----------------------------------------------------------------------
 
@@ -1972,7 +1969,6 @@ def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
 
 # ======================================================================================================
 # Numba CUDA
-# ======================================================================================================
 
 on_gpu = pytest.mark.needs("gpu")
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
@@ -2875,7 +2871,6 @@ def test_ptx_that_asks_for_z(ptx, asks):
 
 # ======================================================================================================
 # Warp
-# ======================================================================================================
 
 needs_warp = pytest.mark.needs("warp")
 floats = wp and wp.array(dtype=float)
@@ -3911,7 +3906,6 @@ def test_warp_is_missing(monkeypatch):
 
 # ======================================================================================================
 # XLACustomKernel
-# ======================================================================================================
 
 VECTOR = np.arange(1.0, 9.0, dtype=np.float32)
 WEIGHTS = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
@@ -4405,7 +4399,6 @@ def test_op_benchmark_compares_backends():
 
 # ======================================================================================================
 # Over several devices: XLA splits a batch over a mesh itself; a kernel's own dimensions are gathered
-# ======================================================================================================
 
 
 @xk.numba_kernel(outs=lambda x, v, *_: (v, spec(dtype=np.int32)), input_output_aliases={1: 0}, scratch=like_last)
@@ -4491,7 +4484,6 @@ def test_side_effects_need_a_sharding_that_says_where():
 
 # ======================================================================================================
 # What is inside the file and may change with it
-# ======================================================================================================
 
 
 def fields_in_header(text, name):
@@ -4538,7 +4530,6 @@ def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda):
 
 # ======================================================================================================
 # Processes: what only a process of its own can show.  Those of one kind run in one, as it takes 3 s to start
-# ======================================================================================================
 
 LIFE_OF_A_PROCESS = """
     import importlib, multiprocessing
@@ -4841,8 +4832,7 @@ def test_the_self_check_says_what_works(capsys):
 
 
 # ======================================================================================================
-# conftest.py: what is missing, what is required, and the grid
-# ======================================================================================================
+# conftest.py: what is missing, and what is required
 
 TWO_TESTS = """
     import pytest
@@ -4851,24 +4841,6 @@ TWO_TESTS = """
     def test_of_warp(): pass
 
     def test_of_nothing(): pass
-"""
-A_MATRIX = """
-    import itertools
-    import pytest
-
-    def possible_cells():
-        yield from itertools.product(["add", "lif"], ["numba", "warp"], ["jit", "vmap"], ["float32"])
-        yield from itertools.product(["lif"], ["numba", "warp"], ["jit"], ["int8"])
-
-    def left_out(op, backend, transformation, dtype):
-        return "no such lif" if op == "lif" and (transformation == "vmap" or backend == "warp") else None
-
-    @pytest.mark.parametrize("op, backend, transformation, dtype", [c for c in possible_cells() if not left_out(*c)])
-    def test_matrix(op, backend, transformation, dtype, record_property):
-        if backend == "warp":
-            pytest.skip("no Warp")
-        record_property("simulated", [("add", "warp", "jit", "float32")])
-        assert dtype != "int8"
 """
 
 
@@ -4900,34 +4872,8 @@ def test_conftest_what_is_missing_is_skipped_with_the_reason_or_fails_if_it_is_r
     result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
 
 
-def test_conftest_grid(run_tests, pytester):
-    """What passed, failed, was skipped, was simulated, was not selected or is no cell is told apart, in every table."""
-    result = run_tests(A_MATRIX, "--grid-out=grid.md", "-k", "not numba-vmap")
-    grid = """
-    float32  numba  warp
-    add      1 1-   1a 1s
-    lif      1 1.   2.
-
-    float32  numba  warp
-    jit      2      1. 1s
-    vmap     1- 1.  1. 1a
-
-    dtype    numba     warp
-    float32  2 1- 1.   2. 1a 1s
-    int8     1 FAILED  1.
-
-    FAILED: lif-numba-jit-int8
-    3: passed; 3s: on Numba's simulator of CUDA; 3-: not run
-    3a: skipped: no Warp
-    4.: left out: no such lif
-    """
-    result.stdout.fnmatch_lines(textwrap.dedent(grid).split("\n")[1:-1], consecutive=True)
-    assert textwrap.dedent(grid) in (pytester.path / "grid.md").read_text()
-
-
 # ======================================================================================================
 # The package: its documents, docstrings and pictures
-# ======================================================================================================
 
 DOCUMENTS = (  # of which the first two have programs
     "README.md", ".github/EXAMPLES.md", ".github/BENCHMARK.md", ".github/CHANGELOG.md", ".github/CONTRIBUTING.md"
