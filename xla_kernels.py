@@ -4054,8 +4054,8 @@ def warp_kernel(
 
     Args:
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
-      outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty, outputs
-        that start from no input are zero.
+      outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty,
+        outputs that start from no input are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
         of the first array that is not None (without the dimensions of its elements), if `wp.tid()` gives as many
         indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
