@@ -4089,21 +4089,8 @@ def warp_kernel(
       >>> warp_kernel(scale, outs=lambda x, factor: x)(jnp.arange(3.0), 2.0).tolist()
       [0.0, 2.0, 4.0]
     """
-    options = _WarpOptions(
-        outs=outs,
-        launch_dims=launch_dims,
-        block_dim=block_dim,
-        tiled=tiled,
-        vmap_method=vmap_method,
-        input_output_aliases=input_output_aliases,
-        in_out_argnames=in_out_argnames,
-        has_side_effect=has_side_effect,
-        scratch=scratch,
-        zero_outputs=zero_outputs,
-        name=name,
-        differentiable=differentiable,
-    )
-    return _wrap(_WarpKernel, kernel, options)
+    options = dict(locals())  # all arguments by name
+    return _wrap(_WarpKernel, options.pop("kernel"), _WarpOptions(**options))
 
 
 @dataclasses.dataclass(kw_only=True)
