@@ -4305,6 +4305,19 @@ def test_op_rules_are_not_called_without_tangents_or_cotangents():
     assert len(seen) == 1
 
 
+def test_op_rules_get_zeros_in_the_shape_of_a_slice():
+    op = op_of(operator.mul)
+
+    @op.def_jvp_rule
+    def jvp(primals, tangents):
+        x, y = primals
+        x_dot, y_dot = map(ad.instantiate_zeros, tangents)
+        return [x * y], [x_dot * y + x * y_dot]
+
+    multiply = jax.vmap(call_op(op))
+    check_close(jax.grad(sum_of(lambda x: multiply(x, ROWS + 1)))(ROWS), ROWS + 1)
+
+
 @pytest.mark.parametrize("method, rules, text", [
     ("def_jvp_rule2", [None], "1 jvp rules for 2 operands"),
     ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),

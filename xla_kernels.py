@@ -1314,15 +1314,9 @@ class _Call:
         return _call_p.bind(*args, call=self)
 
 
-def _batch_axes(candidates: Iterable[Sequence[Any]]) -> list:
-    """The mesh axes of each dimension of a batch: the first of its `candidates` whose axes are still free."""
-    taken: set[str] = set()
-    chosen = []
-    for entries in candidates:
-        free = [entry for entry in entries if entry and taken.isdisjoint(jax.tree.leaves(entry))]  # a name, or several
-        chosen.append(free[0] if free else None)
-        taken.update(jax.tree.leaves(chosen[-1]))
-    return chosen
+def _batch_axes(specs: Iterable[Iterable[Any]]) -> list:
+    """The mesh axes of each dimension of a batch, from what each of its operands has there: a name, several, or None."""
+    return [next(filter(None, axes), None) for axes in specs]
 
 
 def _call_abstract_eval(*ins: Any, call: _Call) -> tuple:
@@ -5691,8 +5685,7 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     for i, ct in enumerate(results):
         if ct is not None:
             shared = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
-            total = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
-            results[i] = _sharded_like(total, operands[i].aval)
+            results[i] = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
     return results
 
 
