@@ -1139,6 +1139,8 @@ ERRORS = {
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "squares_of_rows", spec(2, 2**29)),
         (TypeError, "say differentiable=True for reverse mode, or use jax.custom_vjp for grad, jax",
          lambda: jax.jvp(product(), PAIR, PAIR)),
+        (TypeError, "differentiable=True for reverse mode, if it changes nothing in place, or use jax.custom_vjp",
+         lambda: jax.jvp(product(in_out_argnames=["out"]), (*PAIR, PAIR[0]), (*PAIR, PAIR[0]))),
         (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", trace_warp, "multiply", spec(3)),
         (TypeError, "'h' is 'Holder'; .* one parameter for each field", trace_warp, "takes_arrays_in_structs"),
         (TypeError, "'h' is 'Params'; .* one parameter for each field", trace_warp, "takes_arrays_of_structs"),
@@ -2984,8 +2986,8 @@ def kernels_from(sources, options="module='unique'"):
     return {name: found[name] for name in sources}
 
 
-def kernel_with_body(body, x="floats"):
-    return kernels_from({"kernel": (f"x: {x}, y: floats, out: floats", body)})["kernel"]
+def kernel_with_body(body, x="floats", y="floats"):
+    return kernels_from({"kernel": (f"x: {x}, y: {y}, out: floats", body)})["kernel"]
 
 
 def kernels_of_programs(programs, module, options=""):
@@ -3414,7 +3416,7 @@ WARP_BATCHES = {
     "gradient, tiles": WarpBatch(TILES, (sample(3, 128),), double_in_jax, X_OUT,
                                  {"launch_dims": 2, "tiled": True, "block_dim": 64}, gradient=True),
     "0-d and empty": WarpBatch("out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), EMPTY),
-                               add_in_jax, "x: floats, y: floats, z: floats, out: floats"),
+                               add_in_jax, "x: floats, y: floats, z: floats, out: floats", {"launch_dims": 7}),
     "nothing": WarpBatch(ADD, (EMPTY, EMPTY), add_in_jax),
     "names": WarpBatch(NAMES, PAIRS, names_in_jax, options={"zero_outputs": True}),
     "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], double_in_jax,
@@ -3684,7 +3686,7 @@ def test_warp_kernel_that_is_right_is_taken(statement):
 def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path):
     """In each slice, of ops that register a kernel with this option."""
     op = xk.XLACustomKernel("adds")
-    op.def_warp_kernel(warp_kernels().add_up, zero_outputs=True)
+    op.def_warp_kernel(warp_kernels().add_up, launch_dims=3, zero_outputs=True)
     xs = jnp.arange(6.0).reshape(2, 3)
     check_close(jax.vmap(partial(op, outs=spec(2)))(xs), [[3, 0], [12, 0]])
 
@@ -3808,6 +3810,25 @@ def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(ki
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(xk.warp_kernel(kernel, like_last), spec(*shape), spec(3))
     jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0), spec(*shape), spec(3))
+
+
+@needs_warp
+@pytest.mark.parametrize("x, y, out, text", [  # their shapes, and what is said
+    ((3,), (4,), (3,), "'x' of shape (3,) and 'y' of (4,)"),
+    ((3,), (3,), (2,), "'x' of shape (3,) and 'out' of (2,)"),
+    ((1,), (3,), (3,), "'x' of shape (1,) and 'y' of (3,)"),
+    ((3,), (1,), (3,), None),
+    ((3,), (), (1,), None),
+])  # fmt: skip
+def test_warp_default_launch_is_over_arrays_of_one_shape(x, y, out, text):
+    kernel = kernel_with_body("i = wp.tid()\nwp.atomic_add(out, 0, x[i] * s * y[0])", y="floats, s: float")
+    f = xk.warp_kernel(kernel, spec(*out), zero_outputs=True)
+    if text is None:
+        check_close(f(np.ones(x, np.float32), np.ones(y, np.float32), 2.0)[0], 6)
+    else:
+        text += ": give the number of threads, or a function of the inputs, as launch_dims=lambda x, y, s: ..."
+        with pytest.raises(ValueError, match=re.escape(text)):
+            jax.eval_shape(lambda *xs: f(*xs, 2.0), spec(*x), spec(*y))
 
 
 @pytest.mark.needs("warp 1.19")

@@ -1315,7 +1315,7 @@ class _Call:
 
 
 def _batch_axes(specs: Iterable[Iterable[Any]]) -> list:
-    """The mesh axes of each dimension of a batch, from what each of its operands has there: a name, several, or None."""
+    """The mesh axes of each dimension of a batch, by what the operands have there: a name, several, or None."""
     return [next(filter(None, axes), None) for axes in specs]
 
 
@@ -4050,10 +4050,11 @@ def warp_kernel(
       kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
       outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty,
         outputs that start from no input are zero.
-      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs; by default the shape
-        of the first array that is not None (without the dimensions of its elements), if `wp.tid()` gives as many
-        indices.  More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`,
-        set before the first call, finds that.
+      launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs (of their JAX shapes,
+        in one slice of a `vmap`).  It may be left out if all arrays have one shape (without the dimensions of their
+        elements, and but for those of one element and further dimensions), and `wp.tid()` gives as many indices.
+        More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`, set before
+        the first call, finds that.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
         counts blocks.
@@ -4105,7 +4106,7 @@ class _WarpOptions(_Options):
         if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
             raise ValueError(
                 "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
-                "needs the values that a kernel overwrites; return what is in scratch as an output"
+                "needs the values that a kernel overwrites; write what changes, and what is in scratch, to new outputs"
             )
 
 
@@ -4179,13 +4180,14 @@ class _WarpKernel(_Wrapper):
         options = self.options
         specs = call.ins + call.outs
         arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for (name, field), k in buffers.items()]
-        launch_dims = self._launch_dims(user_ins, arrays[0][-1] if arrays else ())
+        launch_dims = self._launch_dims(user_ins, {name: dims for name, *_, dims in arrays})
+        in_place = ", if it changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
             self.__name__,
             runs_nothing=0 in launch_dims,
             title=self.title,
             where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative="" if options.differentiable else "say differentiable=True for reverse mode, or ",
+            derivative="" if options.differentiable else f"say differentiable=True for reverse mode{in_place}, or ",
             kernel=self.kernel,
             values=self.values,
             key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
@@ -4204,18 +4206,11 @@ class _WarpKernel(_Wrapper):
                 target.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
         return target
 
-    def _launch_dims(self, user_ins: Sequence[Spec], first_dims: tuple[int, ...]) -> tuple[int, ...]:
-        """The dimensions of a launch, by default those of the first array; if it is tiled, of its blocks."""
+    def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The dimensions of a launch, by default those of the arrays; if it is tiled, of its blocks."""
         launch_dims = self._for_inputs("launch_dims", user_ins)
         if launch_dims is None:
-            launch_dims = first_dims
-            counts = _source_of(self.kernel).tid_counts or {0}
-            if counts != {len(first_dims)}:
-                raise ValueError(
-                    f"{self.title}: launch_dims is missing, and the shape of the first array, {first_dims}, does not "
-                    f"do, as wp.tid() gives {' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as "
-                    "n, or (n, m) for two"
-                )
+            launch_dims = self._dims_of_arrays(arrays, [*self.params][: len(user_ins) + len(self.values)])
         most = _WARP_MAX_DIMS - self.options.tiled
         limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
         what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
@@ -4223,6 +4218,25 @@ class _WarpKernel(_Wrapper):
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(what)
         return dims
+
+    def _dims_of_arrays(self, arrays: Mapping[str, tuple[int, ...]], inputs: Sequence[str]) -> tuple[int, ...]:
+        """The dimensions of the first array, where all others agree: a guess would leave elements out, or go beyond."""
+        first, first_dims = next(iter(arrays.items()), ("", ()))
+        n = len(first_dims)
+        missing = f"{self.title}: launch_dims is missing, and "
+        counts = _source_of(self.kernel).tid_counts or {0}
+        if counts != {n}:
+            raise ValueError(
+                f"{missing}the shape of the first array, {first_dims}, does not do, as wp.tid() gives "
+                f"{' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or (n, m) for two"
+            )
+        for name, dims in arrays.items():
+            if len(dims) >= n and dims[:n] not in (first_dims, (1,) * n):
+                raise ValueError(
+                    f"{missing}arrays differ, {first!r} of shape {first_dims} and {name!r} of {dims}: give the number "
+                    f"of threads, or a function of the inputs, as launch_dims=lambda {', '.join(inputs)}: ..."
+                )
+        return first_dims
 
     # -- derivatives -----------------------------------------------------------------------------------
 
