@@ -1792,10 +1792,9 @@ class _Wrapper(_ByName):
             i = self._input_number(key, len(ins))
             if i in aliases or j in aliases.values() or i not in inputs or inputs[i] != outputs.get(j):
                 raise ValueError(
-                    f"{self.title}: input_output_aliases={self.options.input_output_aliases}, in_out_argnames="
-                    f"{self.in_outs}: an input can start one output, an output can start from one input, of equal "
-                    "shape and dtype; in-out arguments start the first of outs, in order; "
-                    f"inputs: {inputs}; outputs: {outputs}"
+                    f"{self.title}: output {j} cannot start from input {key!r}: an input can start one output, an "
+                    "output can start from one input, of equal shape and dtype; in_out_argnames start the first of "
+                    f"outs, in order; inputs: {inputs}; outputs: {outputs}"
                 )
             aliases[i] = j
         return dict(sorted(aliases.items()))
