@@ -1086,6 +1086,7 @@ ERRORS = {
         (TypeError, "got 1 by position and (alpha) by name", partial(head, alpha=F32[0]), F32),  # n is missing
         (TypeError, "position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (TypeError, "n[()].*scalars=", head, F32, 2, 3.0),
+        (TypeError, "q and not q[()]: a kernel that takes the inputs alone", wrap(lambda x, q: x * q[()]), F32, 2.0),
         # what the kernel does
         *[(TypeError, f"; {text}", wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(runs("with numba.objmode():\n        print()")), F32),
@@ -2527,11 +2528,14 @@ def test_on_cuda_errors_of_callables_reach_the_user():
 
 
 @on_device
-def test_on_cuda_a_ready_kernel_in_an_op_has_a_thread_for_each_element():
+def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
     op = xk.XLACustomKernel("add")
-    op.def_numba_cuda_kernel(cuda.jit(cuda_add))
+    op.def_numba_cuda_kernel(cuda.jit(cuda_add), launch_dims=lambda x, y: x.shape)
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     check_close(jax.vmap(call_op(op))(x, x), 2 * x)
+    op.def_numba_cuda_kernel(cuda.jit(cuda_add))
+    with pytest.raises(ValueError, match="give either both grid and block, or launch_dims; got neither"):
+        jax.eval_shape(call_op(op), x, x)
 
 
 @pytest.mark.needs("simulator")

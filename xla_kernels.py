@@ -2764,6 +2764,8 @@ _HELP = {
     "what a dict, a list or an object has is an input, or a number in a closure",
     r"Cannot bind 'args=.*\*, |^tuple index out of range$": "a parameter cannot be keyword-only: make it an input, or "
     "a variable of the closure",  # the second is all that Numba 0.63 says
+    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "what has no dimensions is a number here, q and not q[()]: a "
+    "kernel that takes the inputs alone gets it so, and scalars= gives it so",
     r"0d, C": "an array without dimensions is read and written as n[()], an input of them can be in scalars=",
 }
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
@@ -4991,10 +4993,7 @@ class XLACustomKernel(_ByName):
         return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
-
-        Without another launch `launch_dims` is the shape of the first output that has dimensions: x counts its rows.
-        """
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`, a launch) for the GPU; see :meth:`def_kernel`."""
         platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]  # in the simulator as Warp: where nothing else is
         return self._define("numba_cuda", platforms, kg, asdefault, options)
 
@@ -5768,13 +5767,6 @@ class _Backend(NamedTuple):
     check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
 
 
-def _wrap_numba_cuda(kernel: Any, outs: tuple, **options: Any) -> Any:
-    """By default, one thread per element of the first output that has dimensions: at most three."""
-    if options.keys().isdisjoint({"grid", "block", "launch_dims"}):
-        options["launch_dims"] = next((out.shape for out in outs if out.shape), 1)
-    return numba_cuda_kernel(kernel, outs, **options)
-
-
 def _check_numba() -> Callable:
     def kernel(x: Any, y: Any, out: Any) -> None:
         for i in range(x.size):
@@ -5826,7 +5818,7 @@ _BACKENDS = {
             *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
             *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
         ),
-        wrap=_wrap_numba_cuda,
+        wrap=numba_cuda_kernel,
         check=_check_numba_cuda,
     ),
 }
