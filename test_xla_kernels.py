@@ -1077,7 +1077,7 @@ ERRORS = {
         (ValueError, "an output can start from one input", wrap(input_output_aliases={0: 0, 1: 0}), F32, F32),
         (ValueError, "'out' is not the name of an input.*before the other outputs", wrap(in_out_argnames=["out"]), F32),
         (ValueError, "output 0 cannot start from input 'x': an input can start one output",
-         wrap(outs=FLOATS, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
+         wrap(outs=[FLOATS] * 2, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
         # the arguments of the kernel
         (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included: it takes",
          wrap(outs=[FLOATS] * 2), F32),
