@@ -3330,9 +3330,9 @@ def numba_cuda_kernel(
       grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).  Where they
         depend on the inputs, make the wrapper inside of the function that calls it.
       launch_dims: instead of both, the number of threads: an int or a tuple of up to three (x, y, z), or a callable
-        like `outs`.  For a matrix it is `x.shape[::-1]` with `j, i = cuda.grid(2)`, as threads next to each other differ
-        in x, and `x.shape` with `i, j`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).
-        With no threads at all nothing is launched, and outputs are what they start from, or zeros.
+        like `outs`.  For a matrix it is `x.shape[::-1]` with `j, i = cuda.grid(2)`, as adjacent threads differ in x,
+        and `x.shape` with `i, j`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).  With
+        no threads at all nothing is launched, and outputs are what they start from, or zeros.
       threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
       shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
 
