@@ -3868,7 +3868,7 @@ def test_warp_arguments_bind_as_pythons():
         f(INTEGERS, index=3)
     with pytest.raises(TypeError, match=r"got 1 by position and \(acc\) by name"):
         f(INTEGERS, acc=THREE)
-    text = r"'weight' \(float32\) .* got .* make it a warp.array of shape \(1,\), .* static argument"
+    text = r"'weight' \(float32\) .* got .* make it a warp.array of one element, .* static argument"
     with pytest.raises(TypeError, match=text):
         jax.vmap(f, (None, 0))(INTEGERS, THREE)
 

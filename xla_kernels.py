@@ -4041,7 +4041,7 @@ def warp_kernel(
     logger says why, at level DEBUG).
 
     Other parameters (scalars, vectors, matrices, structs) take values that are known when JAX traces; each new one
-    compiles the call again, so what changes, such as a time step, is better a `warp.array` of shape (1,).  Functions
+    compiles the call again, so what changes, such as a time step, is better a `warp.array` of one element.  Functions
     and constants that a kernel names are those of when JAX traced the call; if you define them anew, make the wrapper
     anew.  For kernels made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.  Kernels of one
     module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits are the same kernel to
@@ -4360,7 +4360,7 @@ class _WarpParam:
     def as_value(self, value: Any) -> Any:
         """What a call gives, which JAX must know."""
         if isinstance(value, jax.core.Tracer):
-            fix = "make it a warp.array of shape (1,), or give a Python value (under jax.jit a static argument)"
+            fix = "make it a warp.array of one element, or give a Python value (under jax.jit a static argument)"
             raise TypeError(self._refused(value, f"which JAX traces: {fix}"))
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             raise TypeError(self._refused(value, "not an instance of that struct"))  # Warp would read it as one
