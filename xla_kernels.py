@@ -2765,7 +2765,7 @@ _HELP = {
     r"Cannot bind 'args=.*\*, |^tuple index out of range$": "a parameter cannot be keyword-only: make it an input, or "
     "a variable of the closure",  # the second is all that Numba 0.63 says
     r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "what has no dimensions is a number here, q and not q[()]: a "
-    "kernel that takes the inputs alone gets it so, and scalars= gives it so",
+    "kernel that takes the inputs alone gets numbers, and so does one with scalars=",
     r"0d, C": "an array without dimensions is read and written as n[()], an input of them can be in scalars=",
 }
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
@@ -4052,10 +4052,10 @@ def warp_kernel(
       outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty,
         outputs that start from no input are zero.
       launch_dims: the number of threads: an int, a tuple of up to 4, or a callable of the inputs (of their JAX shapes,
-        in one slice of a `vmap`).  It may be left out if all arrays have one shape (without the dimensions of their
-        elements, and but for those of one element and further dimensions), and `wp.tid()` gives as many indices.
-        More threads than elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`, set before
-        the first call, finds that.
+        in one slice of a `vmap`).  It may be left out if the first array has as many dimensions as `wp.tid()` gives
+        indices, and each other array that has so many begins with the same ones, or with ones of size 1.  Dimensions
+        of elements do not count.  More threads than elements write beyond arrays, which corrupts memory:
+        `warp.config.mode = "debug"`, set before the first call, finds that.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
         counts blocks.
@@ -4993,7 +4993,10 @@ class XLACustomKernel(_ByName):
         return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`, a launch) for the GPU; see :meth:`def_kernel`."""
+        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
+
+        A `@cuda.jit` kernel is given its launch: `launch_dims`, or `grid` and `block`.
+        """
         platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]  # in the simulator as Warp: where nothing else is
         return self._define("numba_cuda", platforms, kg, asdefault, options)
 
