@@ -3814,7 +3814,18 @@ def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(ki
     text = f"'kernel': launch_dims is missing, .* wp.tid.. gives {n} indices: give launch_dims, such as n, or"
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(xk.warp_kernel(kernel, like_last), spec(*shape), spec(3))
-    jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=0), spec(*shape), spec(3))
+    jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=(0,) * int(n[0]) or 0), spec(*shape), spec(3))
+
+
+@needs_warp
+@pytest.mark.parametrize("start, dims, n", [
+    ("i = wp.tid()", lambda x, y: x.shape, "2 indices, but wp.tid() gives 1"),  # of the vectors' elements, too
+    ("i, j = wp.tid()", lambda x, y: x.shape[0], "1 indices, but wp.tid() gives 2"),
+])  # fmt: skip
+def test_warp_launch_has_as_many_dimensions_as_the_kernel_has_indices(start, dims, n):
+    f = xk.warp_kernel(kernel_with_body(f"{start}\nout[i] = y[i]", x="vectors"), like_last, launch_dims=dims)
+    with pytest.raises(ValueError, match=re.escape(f"is for {n}: Warp would repeat the threads, or leave")):
+        jax.eval_shape(f, spec(3, 2), spec(3))
 
 
 @needs_warp
