@@ -4052,10 +4052,10 @@ def warp_kernel(
       outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty,
         outputs that start from no input are zero.
       launch_dims: the number of threads for each index that `wp.tid()` gives: an int, a tuple of up to 4, or a callable
-        of the inputs (of their JAX shapes, in one slice of a `vmap`).  It may be left out if the first array has as many
-        dimensions as `wp.tid()` gives indices, and each other array that has so many begins with the same ones, or with
-        ones of size 1.  Dimensions of elements do not count.  More threads than elements write beyond arrays, which
-        corrupts memory: `warp.config.mode = "debug"`, set before the first call, finds that.
+        of the inputs (of their JAX shapes, in one slice of a `vmap`).  It may be left out if the first array has as
+        many dimensions as `wp.tid()` gives indices, and each other array that has so many begins with the same ones, or
+        with ones of size 1.  Dimensions of elements do not count.  More threads than elements write beyond arrays,
+        which corrupts memory: `warp.config.mode = "debug"`, set before the first call, finds that.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
         counts blocks.
@@ -4224,8 +4224,8 @@ class _WarpKernel(_Wrapper):
         if counts and len(dims) not in counts and not has_blocks:
             raise ValueError(
                 f"{self.title}: launch_dims={dims} is for {len(dims)} indices, but wp.tid() gives "
-                f"{' or '.join(map(str, counts))}: Warp would repeat the threads, or leave an index at 0; give a number "
-                "for each index, and none for the elements of vectors: x.shape[0], if x has n of them"
+                f"{' or '.join(map(str, counts))}: Warp would repeat the threads, or leave an index at 0; give a "
+                "number for each index, and none for the elements of vectors: x.shape[0], if x has n of them"
             )
         return dims
 
