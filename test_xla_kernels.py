@@ -1057,6 +1057,8 @@ ERRORS = {
         (ValueError, "scalars=['out'] are to be inputs without dimensions", wrap(scalars=["out"]), F32),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (ValueError, "in_out_argnames=.*'t' must be the name of an array", partial(wrap, in_out_argnames=["t"])),
+        (ValueError, "in_out_argnames=['out', 'x'] must be in the kernel's order, .*: ['x', 'out']",
+         partial(wrap, in_out_argnames=["out", "x"])),
         # inputs
         (TypeError, "input 0.*list.*leaves", add_one, [1, 2]),
         (TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
@@ -1802,7 +1804,7 @@ def read_before(k, v):
 
 def test_in_out_arguments_are_results_in_the_order_of_the_parameters():
     kernel = runs("a[0] = 1; b[0] = s[0] = 2", "a, b, s")
-    a, b = wrap(kernel, [FLOATS] * 2, in_out_argnames=["b", "a"], scratch=F32[:1])(F32, 3 * F32)
+    a, b = wrap(kernel, [FLOATS] * 2, in_out_argnames=["a", "b"], scratch=F32[:1])(F32, 3 * F32)
     check_close((a, b), ([1, 1, 1, 1], [2, 3, 3, 3]))
 
 
@@ -3829,20 +3831,23 @@ def test_warp_launch_has_as_many_dimensions_as_the_kernel_has_indices(start, dim
 
 
 @needs_warp
-@pytest.mark.parametrize("x, y, out, text", [  # their shapes, and what is said
+@pytest.mark.parametrize("x, y, out, n", [  # their shapes, and how many threads, or what is said
     ((3,), (4,), (3,), "'x' of shape (3,) and 'y' of (4,)"),
     ((3,), (3,), (2,), "'x' of shape (3,) and 'out' of (2,)"),
-    ((1,), (3,), (3,), "'x' of shape (1,) and 'y' of (3,)"),
-    ((3,), (1,), (3,), None),
-    ((3,), (), (1,), None),
+    ((1,), (3,), (2,), "'y' of shape (3,) and 'out' of (2,)"),
+    ((3,), (1,), (3,), 3),
+    ((3,), (), (1,), 3),
+    ((1,), (3,), (3,), 3),
+    ((), (3,), (1,), 3),
+    ((), (1,), (1,), 1),
 ])  # fmt: skip
-def test_warp_default_launch_is_over_arrays_of_one_shape(x, y, out, text):
-    kernel = kernel_with_body("i = wp.tid()\nwp.atomic_add(out, 0, x[i] * s * y[0])", y="floats, s: float")
+def test_warp_default_launch_is_over_arrays_of_one_shape(x, y, out, n):
+    kernel = kernel_with_body("i = wp.tid()\nwp.atomic_add(out, 0, x[0] * s * y[0])", y="floats, s: float")
     f = xk.warp_kernel(kernel, spec(*out), zero_outputs=True)
-    if text is None:
-        check_close(f(np.ones(x, np.float32), np.ones(y, np.float32), 2.0)[0], 6)
+    if isinstance(n, int):
+        check_close(f(np.ones(x, np.float32), np.ones(y, np.float32), 2.0)[0], 2 * n)
     else:
-        text += ": give the number of threads, or a function of the inputs, as launch_dims=lambda x, y, s: ..."
+        text = f"{n}: give the number of threads, or a function of the inputs, as launch_dims=lambda x, y, s: ..."
         with pytest.raises(ValueError, match=re.escape(text)):
             jax.eval_shape(lambda *xs: f(*xs, 2.0), spec(*x), spec(*y))
 

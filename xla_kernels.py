@@ -1701,8 +1701,13 @@ class _Wrapper(_ByName):
             raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
-        # those that are returned too, in the kernel's order: the first outputs start with them
+        # those that are returned too: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
+        if self.in_outs != options.in_out_argnames:
+            raise ValueError(
+                f"{self.title}: in_out_argnames={options.in_out_argnames} must be in the kernel's order, as outs and the "
+                f"results are: {self.in_outs}"
+            )
 
         def call(*args: Any) -> Any:
             return self._trace(*args)
@@ -2828,7 +2833,7 @@ def numba_kernel(
       input_output_aliases: `{i: j}`: output j starts with the value of input i (or of that name) and, where XLA can,
         in its memory; the kernel gets one array for both.  The array that the caller holds is never changed.
       in_out_argnames: names of parameters that the kernel changes: each is given as an input, and its new value is a
-        result.  `outs` begins with them, in the kernel's order.
+        result.  They stand in the kernel's order, and `outs` begins with them.
       scalars: the names of 0-d inputs that the kernel takes as numbers, or True for all of them.  For a constant of the
         compiled kernel use a variable of its closure: each value makes a kernel, which costs some 75 ms, and 1 MB for
         as long as the process lives.
@@ -4052,10 +4057,11 @@ def warp_kernel(
       outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty,
         outputs that start from no input are zero.
       launch_dims: the number of threads for each index that `wp.tid()` gives: an int, a tuple of up to 4, or a callable
-        of the inputs (of their JAX shapes, in one slice of a `vmap`).  It may be left out if the first array has as
-        many dimensions as `wp.tid()` gives indices, and each other array that has so many begins with the same ones, or
-        with ones of size 1.  Dimensions of elements do not count.  More threads than elements write beyond arrays,
-        which corrupts memory: `warp.config.mode = "debug"`, set before the first call, finds that.
+        of the inputs (of their JAX shapes, in one slice of a `vmap`).  It may be left out if the first array of more
+        than one element has as many dimensions as `wp.tid()` gives indices, and each other array that has so many
+        begins with the same ones, or with ones of size 1.  Dimensions of elements do not count.  More threads than
+        elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`, set before the first call,
+        finds that.
       block_dim: threads per block on a GPU; a block on the CPU has one.
       tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
         counts blocks.
@@ -4230,8 +4236,9 @@ class _WarpKernel(_Wrapper):
         return dims
 
     def _dims_of_arrays(self, arrays: Mapping[str, tuple[int, ...]], inputs: Sequence[str]) -> tuple[int, ...]:
-        """The dimensions of the first array, where all others agree: a guess would leave elements out, or go beyond."""
-        first, first_dims = next(iter(arrays.items()), ("", ()))
+        """Those of the arrays, where they agree: a guess would leave elements out, or go beyond."""
+        sized = {name: dims for name, dims in arrays.items() if math.prod(dims) != 1}
+        first, first_dims = next(iter((sized or arrays).items()), ("", ()))
         n = len(first_dims)
         missing = f"{self.title}: launch_dims is missing, and "
         counts = _source_of(self.kernel).tid_counts or {0}
@@ -4240,7 +4247,7 @@ class _WarpKernel(_Wrapper):
                 f"{missing}the shape of the first array, {first_dims}, does not do, as wp.tid() gives "
                 f"{' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or (n, m) for two"
             )
-        for name, dims in arrays.items():
+        for name, dims in sized.items():
             if len(dims) >= n and dims[:n] not in (first_dims, (1,) * n):
                 raise ValueError(
                     f"{missing}arrays differ, {first!r} of shape {first_dims} and {name!r} of {dims}: give the number "
