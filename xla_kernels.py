@@ -1705,8 +1705,8 @@ class _Wrapper(_ByName):
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         if self.in_outs != options.in_out_argnames:
             raise ValueError(
-                f"{self.title}: in_out_argnames={options.in_out_argnames} must be in the kernel's order, as outs and the "
-                f"results are: {self.in_outs}"
+                f"{self.title}: in_out_argnames={options.in_out_argnames} must be in the kernel's order, as outs and "
+                f"the results are: {self.in_outs}"
             )
 
         def call(*args: Any) -> Any:
