@@ -4522,6 +4522,15 @@ def test_xla_splits_a_batch(axis_type, function, operands, expected, moves):
     assert bool(COLLECTIVES.search(executable.as_text())) == moves
 
 
+def test_wrappers_in_an_eager_shard_map_and_in_a_checkpoint():
+    multiply = jax.custom_vjp(plain := wrap(numba_multiply))
+    multiply.defvjp(lambda x, y: (plain(x, y), (x, y)), lambda xy, ct: (ct * xy[1], ct * xy[0]))
+    split = jax.shard_map(multiply, mesh=four_devices(4), in_specs=P("d"), out_specs=P("d"))
+    check_close(split(X8, Y8), X8 * Y8)
+    for f in (multiply, split):
+        check_close(gradients(jax.checkpoint(f))(X8, Y8), (Y8, X8))
+
+
 def over_axis(f, axis, **mesh):
     """`f` in a shard_map over one axis of the mesh alone."""
     return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)

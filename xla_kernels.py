@@ -4172,7 +4172,10 @@ class _WarpKernel(_Wrapper):
         specs = call.ins + call.outs
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
         if len(names) != len(specs):
-            raise self._wrong_arity(f"got {n_in} inputs and {len(call.outs)} outputs (in-out arguments count as both)")
+            raise self._wrong_arity(
+                f"got {n_in} inputs and {len(call.outs)} outputs (what changes in place is in in_out_argnames, and "
+                "counts as both)"
+            )
         for name, spec in zip(names, specs):
             self.params[name].check(spec)
         buffers = {name: k for k, name in enumerate(names)}
