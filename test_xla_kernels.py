@@ -944,11 +944,6 @@ head = wrap(runs("out[:] = 0\n    out[:n] = alpha * x[:n]", "x, n, alpha, out"))
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
 
-def with_x64(kernel, x, outs=like_first):
-    with x64():
-        return wrap(kernel, outs)(x)
-
-
 def trace_cuda(kernel=None, outs=FLOATS, **options):
     """Trace a kernel of CUDA, which compiles nothing."""
     return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(add_one.__wrapped__), outs, **options), FLOATS)
@@ -1093,10 +1088,10 @@ ERRORS = {
         *[(TypeError, f"; {text}", wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(runs("with numba.objmode():\n        print()")), F32),
         (TypeError, "'kernel' returns int64, not nothing: .*drops the result", wrap(runs("return x.size")), F32),
-        (TypeError, "returns int64, not int32[]: .*: cast by .astype(np.int32) or np.int32(...), or declare 64 bits",
-         with_x64, lambda x: x + 1, np.int32(1)),
-        (TypeError, "not float32[:], float32[]: .*: cast by .astype(np.float32)",
-         with_x64, lambda x: (0.5 * x, x[0]), F32, lambda x: (x, spec())),
+        (TypeError, "returns float64, not int32[]: .*within a kind (float64 to float32): else return np.int32(x)",
+         wrap(lambda x: x / 2), np.int32(1)),
+        (TypeError, "1d, C), int32), not int32[:], int32[]: .*: else return x.astype(np.int32)",
+         wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32))), np.arange(3)),
         (TypeError, "returns list(float64).*, not float32[]", wrap(lambda x: [1.0], spec()), F32),
         (TypeError, "jax_enable_x64", lambda: wrap(reads("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
         (TypeError, "array of JAX's, which must be an input", lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
@@ -1222,16 +1217,6 @@ def test_mistakes_are_refused(kind, text, call, inputs):
     assert re.search(pattern, "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
     assert "'NoneType' object" not in str(caught.value)  # as Numba says from inside
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
-
-
-@pytest.mark.parametrize("kernel, outs", [
-    (lambda x: np.float32(0.5) * x, FLOATS),
-    (lambda x: (0.5 * x).astype(np.float32), FLOATS),
-    (lambda x: 0.5 * x, spec(4, dtype=np.float64)),
-], ids=["np.float32(...)", ".astype(np.float32)", "64 bits in outs"])  # fmt: skip
-def test_ways_to_return_numbers_that_python_makes_64_bits(kernel, outs):
-    """Which a message has; those of others are what most kernels of these tests do."""
-    np.testing.assert_array_equal(with_x64(kernel, F32, outs), F32 / 2)
 
 
 def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted():
@@ -1575,6 +1560,21 @@ def test_numba_functions_in_one_line(name):
     expected = of_each_slice(in_python)
     check_close(of_each_slice(function), expected, 1e-6)
     check_close(jax.vmap(function)(*inputs), expected, 1e-6)
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_results_are_cast_within_a_kind(is_enabled):
+    """As what a kernel stores, with and without x64: Python's numbers have 64 bits in Numba."""
+
+    def kernel(x):
+        return x.argmax(), 0.5 * x, x.size, x[0] > 1
+
+    dtypes = (np.int16, np.float32, np.float32, np.int8)
+    outs = tuple(spec(*shape, dtype=dtype) for shape, dtype in zip([(), (4,), (), ()], dtypes))
+    with jax.enable_x64(is_enabled):
+        results = wrap(kernel, outs)(F32)
+    expected = tuple(np.asarray(x, dtype) for x, dtype in zip(kernel(F32), dtypes))
+    check_close(results, expected)  # of these dtypes
 
 
 def test_inputs_can_be_given_by_name():

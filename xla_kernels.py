@@ -2848,7 +2848,7 @@ def numba_kernel(
     Raises:
       TypeError: dtypes that Numba has no CPU arithmetic for (float16, bfloat16, float8, sub-byte), a wrong number of
         arguments, a kernel that writes to an input, uses object mode (there is `jax.pure_callback`) or cannot be
-        typed, results of another dtype or rank than `outs` (64 bits may be declared as 32 where x64 is disabled).
+        typed, results of another rank than `outs`, or of a dtype that NumPy does not cast to it "same_kind".
       ValueError: an unknown `vmap_method`, aliases that do not fit the call, a `name` that another kernel has.
       jax.errors.JaxRuntimeError: with the type and text of an exception that the kernel raised (jaxlib's fast path
         for compiled functions makes it a ValueError), or for a result of another shape than `outs`.
@@ -3116,10 +3116,9 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     if wrong or len(leaves) != len(declared):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
         hint = "" if form.results else "; wrap one that does both in a function that drops the result"
-        for kind, (dtype, _) in wrong:
-            if re.match(r"(array\()?(int64|float64|complex128)", str(kind)):
-                cast = f".astype(np.{dtype}) or np.{dtype}(...)"
-                hint = f"; Python's numbers make 64 bits in Numba: cast by {cast}, or declare 64 bits in outs"
+        for _, (dtype, rank) in wrong:
+            cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
+            hint = f"; as by NumPy's out=, results are cast within a kind (float64 to float32): else return {cast}"
         raise TypeError(
             f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with parameters for its outputs "
             f"it writes to them, and with the inputs alone it returns what outs declares{hint}"
@@ -3164,14 +3163,14 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 
 
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
-    """Whether a result has the declared dtype and rank; where x64 is disabled, 64 bits are declared as 32."""
+    """Whether a result has the declared rank, and a dtype that NumPy stores as the declared one: in `out=`, say."""
     from numba import from_dtype
     from numba import types as nbtypes
 
     dtype, rank = declared
     is_array = isinstance(kind, nbtypes.Array)
     element = kind.dtype if is_array else kind
-    names = [name for name in _NUMBA_DTYPES if dtype in (np.dtype(name), jax.dtypes.canonicalize_dtype(name))]
+    names = [name for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
     return element in [from_dtype(np.dtype(name)) for name in names] and (kind.ndim if is_array else 0) == rank
 
 
