@@ -3115,14 +3115,20 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
     wrong = [(kind, x) for kind, x in zip(leaves.values(), declared) if not _is_declared(kind, x)]
     if wrong or len(leaves) != len(declared):
         shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
-        hint = "" if form.results else "; wrap one that does both in a function that drops the result"
-        for _, (dtype, rank) in wrong:
-            cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
-            hint = f"; as by NumPy's out=, results are cast within a kind (float64 to float32): else return {cast}"
-        raise TypeError(
-            f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: with parameters for its outputs "
-            f"it writes to them, and with the inputs alone it returns what outs declares{hint}"
+        advice = (
+            "a kernel with parameters for its outputs writes to them, and one with its inputs alone returns what outs "
+            "declares"
         )
+        if not form.results:
+            advice += "; wrap one that does both in a function that drops the result"
+        for kind, (dtype, rank) in wrong:
+            if len(leaves) == len(declared) and _rank(kind) == rank:
+                element = kind.dtype if rank else kind
+                cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
+                advice = (
+                    f"results are cast within a kind (float64 to float32); return {cast}, or declare {element} in outs"
+                )
+        raise TypeError(f"kernel {signature.label!r} returns {returned}, not {shown or 'nothing'}: {advice}")
     if not form.results:
         return overload
     copies = []
@@ -3168,10 +3174,18 @@ def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     from numba import types as nbtypes
 
     dtype, rank = declared
-    is_array = isinstance(kind, nbtypes.Array)
-    element = kind.dtype if is_array else kind
+    element = kind.dtype if isinstance(kind, nbtypes.Array) else kind
     names = [name for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
-    return element in [from_dtype(np.dtype(name)) for name in names] and (kind.ndim if is_array else 0) == rank
+    return element in [from_dtype(np.dtype(name)) for name in names] and _rank(kind) == rank
+
+
+def _rank(kind: Any) -> int | None:
+    """Of an array or a number; None for other results."""
+    from numba import types as nbtypes
+
+    if isinstance(kind, nbtypes.Array):
+        return kind.ndim
+    return 0 if isinstance(kind, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
 def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
