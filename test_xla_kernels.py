@@ -953,6 +953,22 @@ def trace_callable(function):
     return jax.eval_shape(xk.numba_cuda_callable(function, spec(3)), spec(3), spec(3))
 
 
+def trace_launch(name):
+    """Of a callable with a mistake that its source, or that of its kernels, shows."""
+    add, count = cuda.jit(cuda_add), cuda.jit(cuda_count)
+
+    def without_stream(x, y, out, stream):
+        add[1, 64](x, y, out)
+
+    def to_an_input(x, y, out, stream):
+        add[1, 64, stream](x, out, y)
+
+    def only_adds(x, y, out, stream):
+        count[1, 64, stream](x, out)
+
+    return trace_callable(locals()[name])
+
+
 def trace_warp(name, *args, outs=like_first, **options):
     """Trace a kernel of Warp's section."""
     return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
@@ -1126,6 +1142,14 @@ ERRORS = {
         (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
         (TypeError, "names neither a kernel nor the `cuda`", trace_callable, lambda x, y, out, stream: math.pi),
         (TypeError, "(x, out, stream).*gives it (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
+        (TypeError, "'without_stream' launches `add[1, 64]` on another stream", trace_launch, "without_stream"),
+        (TypeError, "'to_an_input' writes to its input 'y' by .*input_output_aliases={'y': 0}",
+         trace_launch, "to_an_input"),
+        (TypeError, "'only_adds' only updates 'out', as in `cuda.atomic.add(out, 0, x[0])`", trace_launch, "only_adds"),
+        (TypeError, "is called as a function of its inputs; its launch is given where it is made: grid=, block=",
+         lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
+        (ValueError, "launch_dims=3 is for 1 indices, but cuda.grid gives 2",
+         lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
     ],
     "warp": [  # arrays
         (TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
@@ -1147,7 +1171,7 @@ ERRORS = {
          trace_warp, "takes_indices"),
         (TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ", trace_warp, "takes_anything"),
         # launches, and what starts from an input
-        (ValueError, "launch_dims is missing, and the shape of the first array, (), does not do",
+        (ValueError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got ()",
          partial(trace_warp, "takes_nothing", outs=(), has_side_effect=True)),
         (TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
          partial(trace_product, launch_dims="3")),
@@ -1990,6 +2014,15 @@ def cuda_add(x, y, out):
         out[i] = x[i] + y[i]
 
 
+def cuda_count(x, out):
+    cuda.atomic.add(out, 0, x[0])
+
+
+def cuda_identity(n, out):
+    i, j = cuda.grid(2)
+    out[i, j] = i == j
+
+
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
 
 FAKED = [  # the modules `cuda` of the successor of numba-cuda, and of numba-cuda, which takes Numba's own place
@@ -2369,6 +2402,14 @@ def test_fakecuda_mistakes_are_refused_at_the_trace(gpus, monkeypatch, package_c
         jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
 
 
+def test_fakecuda_a_number_that_is_taken_for_one(gpus, package_cuda, monkeypatch):
+    """The packages say nothing of use."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    kernel = own_kernel(package_cuda, "x, n, out", "out[0] = n * x[0]")
+    with pytest.raises(TypeError, match=re.escape("read and written as n[()], and an input of them as n, if scalars=")):
+        jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32, 2.0)
+
+
 def test_fakecuda_a_callable_launches_on_the_device_and_the_stream_of_the_call(gpus, package_cuda):
     """It names its package by the default of a parameter."""
 
@@ -2526,7 +2567,8 @@ def test_on_cuda_errors_of_callables_reach_the_user():
         (refuse_all, r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse_all'\)"),
         (generate, "it returns a value: launch kernels that write to the outputs"),
     ):
-        assert re.search(text, error_of(xk.numba_cuda_callable(function, like_first), jnp.ones((1, 3))))
+        call = xk.numba_cuda_callable(function, like_first, zero_outputs=True)
+        assert re.search(text, error_of(call, jnp.ones((1, 3))))
 
 
 @on_device
@@ -3805,7 +3847,7 @@ WARP_INDICES = [  # the type of the first array, its shape, the start of a kerne
     ("wp.array2d(dtype=float)", (3, 2), "i = wp.tid()", "1"),
     ("vectors", (3, 2), "i, j = wp.tid()", "2"),
     ("floats", (3,), "i = 0", "0"),
-    ("floats", (3,), "i = wp.tid()\ni, j = wp.tid()", "1 or 2"),
+    ("floats", (3,), "i = wp.tid()\ni, j = wp.tid()", "2"),
 ]
 
 
@@ -3813,7 +3855,7 @@ WARP_INDICES = [  # the type of the first array, its shape, the start of a kerne
 @pytest.mark.parametrize("kind, shape, start, n", WARP_INDICES)
 def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(kind, shape, start, n):
     kernel = kernel_with_body(f"{start}\nout[i] = y[i]", x=kind)
-    text = f"'kernel': launch_dims is missing, .* wp.tid.. gives {n} indices: give launch_dims, such as n, or"
+    text = f"'kernel': launch_dims is missing, .* is for . indices, but wp.tid.. gives {n}: threads would repeat"
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(xk.warp_kernel(kernel, like_last), spec(*shape), spec(3))
     jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=(0,) * int(n[0]) or 0), spec(*shape), spec(3))
@@ -3826,7 +3868,7 @@ def test_warp_default_launch_has_as_many_dimensions_as_the_kernel_has_indices(ki
 ])  # fmt: skip
 def test_warp_launch_has_as_many_dimensions_as_the_kernel_has_indices(start, dims, n):
     f = xk.warp_kernel(kernel_with_body(f"{start}\nout[i] = y[i]", x="vectors"), like_last, launch_dims=dims)
-    with pytest.raises(ValueError, match=re.escape(f"is for {n}: Warp would repeat the threads, or leave")):
+    with pytest.raises(ValueError, match=re.escape(f"is for {n}: threads would repeat, or an index stay 0")):
         jax.eval_shape(f, spec(3, 2), spec(3))
 
 

@@ -789,7 +789,8 @@ class _Source(_Interpreter):
         super().__init__()
         self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)
         self.replayed: set[str] = set()  # the parameters that Warp's adjoint of the kernel changes again
-        self.tid_counts: set[int] = set()  # how many indices Warp's `tid()` gives, in each of its calls
+        self.index_counts: set[int] = set()  # how many indices `wp.tid()` or `cuda.grid(n)` gives, in each of its calls
+        self.launches_without_stream: list[str] = []
         self.uses_tiles = False  # of Warp
         self.has_own_code = False  # C++, or adjoints of the user's
         # Of each function that was read, or is being read, with these arguments: what it may return.
@@ -825,7 +826,9 @@ class _Source(_Interpreter):
         name = _name_of(function, node)
         own_name = name.rpartition(".")[2]
         if name == "tid":
-            self.tid_counts.add(self.n_targets.get(node, 1))
+            self.index_counts.add(self.n_targets.get(node, 1))
+        elif own_name == "grid" and isinstance(n := getattr((*node.args, None)[0], "value", None), int):
+            self.index_counts.add(n)
         self.uses_tiles |= name.startswith(("tile", "untile"))
         copies_by_default = own_name == "nan_to_num" and len(given) < 2 and "copy" not in named
         if _UPDATES.search(name):
@@ -980,9 +983,18 @@ class _Source(_Interpreter):
         if isinstance(node.func, ast.Attribute) and (owners := _arrays(self.value(node.func.value))):  # a method
             given = [set(owners), *given]
             functions = {getattr(np.ndarray, node.func.attr, None)}
+        if isinstance(node.func, ast.Subscript):
+            functions = self.launched(node.func)
         if any(isinstance(x, ast.Starred) for x in node.args):
             functions = {None}
         return set().union(*[self.call(function, given, named, node) for function in functions])
+
+    def launched(self, node: ast.Subscript) -> set:
+        """The kernels of `kernel[grid, block, stream]`, in a function that launches them."""
+        kernels = {x for x in self.value(node.value) if hasattr(x, "py_func")}
+        if kernels and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) < 3:
+            self.launches_without_stream.append(ast.unparse(node))
+        return kernels or {None}
 
 
 def _arrays(found: Iterable) -> list[_View]:
@@ -1687,6 +1699,7 @@ class _Wrapper(_ByName):
     """
 
     decorator: str  # the public function that made it, for error messages
+    instead_of_writing = "change a copy (y = {0}.copy()), or name {0!r} in in_out_argnames"
     _find_target: Callable[[_Call], _Target]
 
     def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
@@ -1839,7 +1852,7 @@ class _Wrapper(_ByName):
         does = "may write" if writes[0].kind == "unknown" else "writes"
         raise TypeError(
             f"{self.title} {does} to its input {name!r} by `{writes[0].text:.80}`, and JAX may share inputs: write to "
-            f"an output, change a copy (y = {name}.copy()), or name {name!r} in in_out_argnames"
+            f"an output, {self.instead_of_writing.format(name)}"
         )
 
     def _check_output(self, name: str, accesses: Sequence[_Access]) -> None:
@@ -1852,6 +1865,14 @@ class _Wrapper(_ByName):
             f"{self.title} {problem}: say zero_outputs=True (make scratch an output for that), or start it from an "
             "input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
         )
+
+    def _check_indices(self, launch: str, n: int, counts: set[int], function: str) -> None:
+        """Raise if a launch has other dimensions than the kernel asks an index of, as far as its source shows it."""
+        if counts and n != max(counts):
+            raise ValueError(
+                f"{self.title}: {launch} is for {n} indices, but {function} gives {max(counts)}: threads would repeat, "
+                "or an index stay 0; launch_dims has a number for each index, and none for the elements of vectors"
+            )
 
     def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
         for what, specs in (("input", call.ins), ("output", call.outs)):  # scratch too
@@ -2771,7 +2792,6 @@ _HELP = {
     "a variable of the closure",  # the second is all that Numba 0.63 says
     r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "what has no dimensions is a number here, q and not q[()]: a "
     "kernel that takes the inputs alone gets numbers, and so does one with scalars=",
-    r"0d, C": "an array without dimensions is read and written as n[()], an input of them can be in scalars=",
 }
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 
@@ -3192,6 +3212,8 @@ def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
+    if not hint and 0 in signature.ranks:
+        hint = "; what has no dimensions is read and written as n[()], and an input of them as n, if scalars= names it"
     if _UPDATED_IN_PLACE in text:
         text = "it updates an array in place"
     return TypeError(f"{by} cannot compile kernel {signature.label!r} for {signature}{hint}:\n{text}")
@@ -3514,6 +3536,11 @@ class _CudaKernel(_CudaWrapper):
         if not callable(options.launch_dims):
             self._launch_configuration([])
 
+    def __getitem__(self, launch: Any) -> Any:
+        raise TypeError(
+            f"{self.title} is called as a function of its inputs; its launch is given where it is made: grid=, block="
+        )
+
     def _find_target(self, call: _Call) -> _Target:
         package = self.package
         launch = self._launch_configuration(call.ins)
@@ -3542,12 +3569,15 @@ class _CudaKernel(_CudaWrapper):
             rank = len(dims) if isinstance(dims, (tuple, list)) else 1
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
+            counts = _Source(self.kernel, []).index_counts
+            self._check_indices(f"launch_dims={dims}", rank, counts, "cuda.grid")
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
 class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
+    instead_of_writing = "or start one with it, by input_output_aliases={{{!r}: 0}}"
 
     def __init__(self, func: Any, options: _Options) -> None:
         if not isinstance(func, (types.FunctionType, types.MethodType)):
@@ -3558,6 +3588,7 @@ class _CudaCallable(_CudaWrapper):
     def _find_target(self, call: _Call) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
         _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
+        self._check_launches(call)
 
         function = self.kernel  # what runs it lives for ever: not so the wrapper
 
@@ -3569,6 +3600,18 @@ class _CudaCallable(_CudaWrapper):
             return _compile_handler(signature, package.callback(signature, run)) if package.runs_here else None
 
         return self._target_of(package, call, compile_callable)
+
+    def _check_launches(self, call: _Call) -> None:
+        """Check what the kernels do to the arrays, as far as the source of the function shows it."""
+        views = [_View(name, len(x.shape), is_unguarded=True) for name, x in zip(self.parameters, call.ins + call.outs)]
+        source = _Source(self.kernel, views)
+        for launch in source.launches_without_stream:
+            raise TypeError(
+                f"{self.title} launches `{launch}` on another stream than XLA's, where it may run before its inputs "
+                "are there: kernel[grid, block, stream](...)"
+            )
+        buffers = {view.parameter: k for k, view in enumerate(views)}
+        self._check_accesses(call, source, buffers, is_guarded=True)
 
 
 # -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
@@ -4232,23 +4275,21 @@ class _WarpKernel(_Wrapper):
     def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The dimensions of a launch, by default those of the arrays; if it is tiled, of its blocks."""
         launch_dims = self._for_inputs("launch_dims", user_ins)
+        source = _source_of(self.kernel)
+        counts = source.index_counts
+        launch = f"launch_dims={launch_dims}"
         if launch_dims is None:
             launch_dims = self._dims_of_arrays(arrays, [*self.params][: len(user_ins) + len(self.values)])
+            counts = counts or {0}
+            launch = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
         most = _WARP_MAX_DIMS - self.options.tiled
         limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
         what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
         dims = _ints(launch_dims, what)
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(what)
-        source = _source_of(self.kernel)
-        counts = sorted(source.tid_counts)
-        has_blocks = self.options.tiled or source.uses_tiles  # whose threads are a last dimension
-        if counts and len(dims) not in counts and not has_blocks:
-            raise ValueError(
-                f"{self.title}: launch_dims={dims} is for {len(dims)} indices, but wp.tid() gives "
-                f"{' or '.join(map(str, counts))}: Warp would repeat the threads, or leave an index at 0; give a "
-                "number for each index, and none for the elements of vectors: x.shape[0], if x has n of them"
-            )
+        if not (self.options.tiled or source.uses_tiles):  # else the threads of a block are a last dimension
+            self._check_indices(launch, len(dims), counts, "wp.tid()")
         return dims
 
     def _dims_of_arrays(self, arrays: Mapping[str, tuple[int, ...]], inputs: Sequence[str]) -> tuple[int, ...]:
@@ -4256,18 +4297,12 @@ class _WarpKernel(_Wrapper):
         sized = {name: dims for name, dims in arrays.items() if math.prod(dims) != 1}
         first, first_dims = next(iter((sized or arrays).items()), ("", ()))
         n = len(first_dims)
-        missing = f"{self.title}: launch_dims is missing, and "
-        counts = _source_of(self.kernel).tid_counts or {0}
-        if counts != {n}:
-            raise ValueError(
-                f"{missing}the shape of the first array, {first_dims}, does not do, as wp.tid() gives "
-                f"{' or '.join(map(str, sorted(counts)))} indices: give launch_dims, such as n, or (n, m) for two"
-            )
         for name, dims in sized.items():
             if len(dims) >= n and dims[:n] not in (first_dims, (1,) * n):
                 raise ValueError(
-                    f"{missing}arrays differ, {first!r} of shape {first_dims} and {name!r} of {dims}: give the number "
-                    f"of threads, or a function of the inputs, as launch_dims=lambda {', '.join(inputs)}: ..."
+                    f"{self.title}: launch_dims is missing, and arrays differ, {first!r} of shape {first_dims} and "
+                    f"{name!r} of {dims}: give the number of threads, or a function of the inputs, as "
+                    f"launch_dims=lambda {', '.join(inputs)}: ..."
                 )
         return first_dims
 
