@@ -3415,7 +3415,8 @@ def numba_cuda_callable(
     `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package that
     it names, and the right device current.  It launches any number of kernels on that stream
     (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
-    function, and need not synchronize.  `vmap` calls it once per slice.
+    function, and need not synchronize.  `vmap` calls it once per slice.  What its source, and that of its kernels,
+    shows of writes to inputs, outputs that are only added to, and launches without the stream is refused.
 
     Make it once: another function that a generator made counts as another.
 
@@ -5045,7 +5046,8 @@ class XLACustomKernel(_ByName):
         Args:
           backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
           platform: `"cpu"`, `"gpu"` or `"tpu"` (`"cuda"` and `"rocm"` mean `"gpu"`).
-          kg: a generator, `kg(outs=..., **params)`, which may leave out `outs`, or a ready kernel.
+          kg: a ready kernel, or a generator, `kg(outs=..., **params)`, which may leave out `outs` (a tuple); it returns
+            a ready kernel, a wrapper such as `numba_kernel(kernel, outs=outs[0])`, or a function that JAX traces.
           asdefault: make this backend the platform's default; otherwise the first one registered is.
           options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
         """
@@ -5056,7 +5058,7 @@ class XLACustomKernel(_ByName):
         return self._define("numba", ["cpu"], kg, asdefault, options)
 
     def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Warp kernel for the GPU and, where it has no other kernel, the CPU; see :meth:`def_kernel`."""
+        """Register a Warp kernel for GPU and CPU, there as the default if nothing else is; see :meth:`def_kernel`."""
         return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
@@ -5168,7 +5170,8 @@ class XLACustomKernel(_ByName):
 
         A tangent that is zero is a `jax.interpreters.ad.Zero`; outputs and their tangents are lists, and a tangent may
         be None for zero. `params` holds `outs`, `backend` and the static parameters of the call; every rule may leave
-        out the first two. Usable as a decorator.
+        out the first two. An op that a rule calls runs its default backend, unless it is given `backend=backend`.
+        Usable as a decorator.
         """
         return self._define_rule("jvp", fun)
 
