@@ -954,7 +954,7 @@ def trace_callable(function):
 
 
 def trace_launch(name):
-    """Of a callable with a mistake that its source, or that of its kernels, shows."""
+    """Of a callable: the first three have a mistake that its source, or that of its kernels, shows."""
     add, count = cuda.jit(cuda_add), cuda.jit(cuda_count)
 
     def without_stream(x, y, out, stream):
@@ -966,7 +966,30 @@ def trace_launch(name):
     def only_adds(x, y, out, stream):
         count[1, 64, stream](x, out)
 
+    def in_turns(x, y, out, stream):
+        add[1, 64, stream](x, y, out)
+        a, b = y, out
+        for _ in range(3):
+            a, b = b, out
+            add[1, 64, stream](a, x, b)
+
+    def by_a_variable(x, y, out, stream):
+        launch = add[1, 64, stream]
+        launch(x, y, out)
+
+    def by_forall(x, y, out, stream):
+        add.forall(x.size, 0, stream)(x, y, out)
+
+    def with_a_star(*arrays):
+        add[1, 64, arrays[-1]](*arrays[:-1])
+
     return trace_callable(locals()[name])
+
+
+@pytest.mark.parametrize("name", ["in_turns", "by_a_variable", "by_forall", "with_a_star"])
+def test_callables_that_launch_in_other_ways_are_taken(name):
+    """What the source does not show counts as right."""
+    trace_launch(name)
 
 
 def trace_warp(name, *args, outs=like_first, **options):
