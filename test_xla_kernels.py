@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 import typing
@@ -3297,6 +3298,7 @@ class FakeWarp(FakeGpus):
         self.make_array, self.record_on_cpu = wp.array.__init__, wp.launch
         self.recorded = {}  # by CUfunction
         self.z = ctypes.c_uint32(0)  # of the block, whose address is in machine code
+        self.lock = threading.Lock()  # of a launch, which changes z and the recorded launch
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         start = partial(ctypes.CFUNCTYPE, number, pointer)
         self.library = types.SimpleNamespace(
@@ -3341,14 +3343,15 @@ class FakeWarp(FakeGpus):
         return launch
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
-        self.grids.append((gx, gy, gz))
-        launch, launch.hooks, ordinal = self.recorded[function]
-        self.others.add(((bx, by, bz), shared_memory, stream, ordinal))
-        for param, passed in zip(launch.params, params):
-            ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
-        launch.device = wp.get_device("cpu")
-        for self.z.value in range(gz):
-            launch.launch()
+        with self.lock:
+            self.grids.append((gx, gy, gz))
+            launch, launch.hooks, ordinal = self.recorded[function]
+            self.others.add(((bx, by, bz), shared_memory, stream, ordinal))
+            for param, passed in zip(launch.params, params):
+                ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
+            launch.device = wp.get_device("cpu")
+            for self.z.value in range(gz):
+                launch.launch()
         return 0
 
 
