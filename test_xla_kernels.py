@@ -1195,7 +1195,7 @@ ERRORS = {
          trace_warp, "takes_indices"),
         (TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ", trace_warp, "takes_anything"),
         # launches, and what starts from an input
-        (ValueError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got ()",
+        (ValueError, "launch_dims is missing, and the shape of the first array, (), is for 0 indices",
          partial(trace_warp, "takes_nothing", outs=(), has_side_effect=True)),
         (TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
          partial(trace_product, launch_dims="3")),
@@ -1265,6 +1265,17 @@ def test_mistakes_are_refused(kind, text, call, inputs):
     assert re.search(pattern, "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
     assert "'NoneType' object" not in str(caught.value)  # as Numba says from inside
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+
+
+@pytest.mark.parametrize("kernel, outs", [
+    (lambda x: np.float32(0.5) * x, FLOATS),
+    (lambda x: (0.5 * x).astype(np.float32), FLOATS),
+    (lambda x: 0.5 * x, spec(4, dtype=np.float64)),
+], ids=["np.float32(...)", ".astype(np.float32)", "64 bits in outs"])  # fmt: skip
+def test_ways_to_return_numbers_that_python_makes_64_bits(kernel, outs):
+    """Which a message has; those of others are what most kernels of these tests do."""
+    with x64():
+        np.testing.assert_array_equal(wrap(kernel, outs)(F32), F32 / 2)
 
 
 def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted():
@@ -1850,9 +1861,10 @@ def read_before(k, v):
     return jax.lax.fori_loop(0, 9, step, (v, 0.0))
 
 
-def test_in_out_arguments_are_results_in_the_order_of_the_parameters():
+@pytest.mark.parametrize("names", [["a", "b"], {"b", "a"}])
+def test_in_out_arguments_are_results_in_the_order_of_the_parameters(names):
     kernel = runs("a[0] = 1; b[0] = s[0] = 2", "a, b, s")
-    a, b = wrap(kernel, [FLOATS] * 2, in_out_argnames=["a", "b"], scratch=F32[:1])(F32, 3 * F32)
+    a, b = wrap(kernel, [FLOATS] * 2, in_out_argnames=names, scratch=F32[:1])(F32, 3 * F32)
     check_close((a, b), ([1, 1, 1, 1], [2, 3, 3, 3]))
 
 

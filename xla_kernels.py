@@ -76,7 +76,7 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -789,7 +789,7 @@ class _Source(_Interpreter):
         super().__init__()
         self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)
         self.replayed: set[str] = set()  # the parameters that Warp's adjoint of the kernel changes again
-        self.index_counts: set[int] = set()  # how many indices `wp.tid()` or `cuda.grid(n)` gives, in each of its calls
+        self.n_indices = 0  # the most that a call of `wp.tid()` or `cuda.grid(n)` gives
         self.launches_without_stream: list[str] = []
         self.uses_tiles = False  # of Warp
         self.has_own_code = False  # C++, or adjoints of the user's
@@ -826,9 +826,10 @@ class _Source(_Interpreter):
         name = _name_of(function, node)
         own_name = name.rpartition(".")[2]
         if name == "tid":
-            self.index_counts.add(self.n_targets.get(node, 1))
-        elif own_name == "grid" and isinstance(n := getattr((*node.args, None)[0], "value", None), int):
-            self.index_counts.add(n)
+            self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
+        elif own_name == "grid":
+            given_numbers = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, int)]
+            self.n_indices = max([self.n_indices, *given_numbers])
         self.uses_tiles |= name.startswith(("tile", "untile"))
         copies_by_default = own_name == "nan_to_num" and len(given) < 2 and "copy" not in named
         if _UPDATES.search(name):
@@ -964,7 +965,11 @@ class _Source(_Interpreter):
                 return set().union(*[_attribute(x, name) for x in self.value(owner)])
             case ast.Subscript(value=owner, slice=index):
                 self.value(index)
-                return _indexed(self.value(owner), _count_indices(index))
+                found = self.value(owner)
+                kernels = {x for x in found if hasattr(x, "py_func")}  # of `kernel[grid, block, stream]`
+                if kernels and isinstance(index, ast.Tuple) and len(index.elts) < 3:
+                    self.launches_without_stream.append(ast.unparse(node))
+                return kernels | _indexed(found, _count_indices(index))
             case ast.Call():
                 return self.called(node)
         found = set().union(*map(self.value, ast.iter_child_nodes(node)))
@@ -983,18 +988,9 @@ class _Source(_Interpreter):
         if isinstance(node.func, ast.Attribute) and (owners := _arrays(self.value(node.func.value))):  # a method
             given = [set(owners), *given]
             functions = {getattr(np.ndarray, node.func.attr, None)}
-        if isinstance(node.func, ast.Subscript):
-            functions = self.launched(node.func)
         if any(isinstance(x, ast.Starred) for x in node.args):
             functions = {None}
         return set().union(*[self.call(function, given, named, node) for function in functions])
-
-    def launched(self, node: ast.Subscript) -> set:
-        """The kernels of `kernel[grid, block, stream]`, in a function that launches them."""
-        kernels = {x for x in self.value(node.value) if hasattr(x, "py_func")}
-        if kernels and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) < 3:
-            self.launches_without_stream.append(ast.unparse(node))
-        return kernels or {None}
 
 
 def _arrays(found: Iterable) -> list[_View]:
@@ -1630,10 +1626,12 @@ class _Options:
         return str(self.vmap_method).startswith("sequential")
 
 
-def _as_list(names: Any) -> list:
+def _as_list(names: Any) -> Collection:
     """An option that names parameters: the names are checked where the parameters are known."""
     if names is None:
         return []
+    if isinstance(names, (set, frozenset)):
+        return names  # which has no order to be wrong
     return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
@@ -1716,7 +1714,7 @@ class _Wrapper(_ByName):
         self._check_names("in_out_argnames", options.in_out_argnames)
         # those that are returned too: the first outputs start with them
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
-        if self.in_outs != options.in_out_argnames:
+        if isinstance(options.in_out_argnames, list) and options.in_out_argnames != self.in_outs:
             raise ValueError(
                 f"{self.title}: in_out_argnames={options.in_out_argnames} must be in the kernel's order, as outs and "
                 f"the results are: {self.in_outs}"
@@ -1760,7 +1758,7 @@ class _Wrapper(_ByName):
         takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
         return TypeError(f"{self.title} takes the parameters {takes}; {problem}")
 
-    def _check_names(self, option: str, names: Sequence[str]) -> None:
+    def _check_names(self, option: str, names: Collection[str]) -> None:
         for name in names:
             if name not in self.parameters:
                 shown = ", ".join(self.parameters)
@@ -1866,11 +1864,11 @@ class _Wrapper(_ByName):
             "input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
         )
 
-    def _check_indices(self, launch: str, n: int, counts: set[int], function: str) -> None:
-        """Raise if a launch has other dimensions than the kernel asks an index of, as far as its source shows it."""
-        if counts and n != max(counts):
+    def _check_indices(self, launch: str, n: int, n_indices: int, function: str) -> None:
+        """Raise if a launch has other dimensions than the kernel asks an index of."""
+        if n != n_indices:
             raise ValueError(
-                f"{self.title}: {launch} is for {n} indices, but {function} gives {max(counts)}: threads would repeat, "
+                f"{self.title}: {launch} is for {n} indices, but {function} gives {n_indices}: threads would repeat, "
                 "or an index stay 0; launch_dims has a number for each index, and none for the elements of vectors"
             )
 
@@ -3142,8 +3140,8 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         if not form.results:
             advice += "; wrap one that does both in a function that drops the result"
         for kind, (dtype, rank) in wrong:
-            if len(leaves) == len(declared) and _rank(kind) == rank:
-                element = kind.dtype if rank else kind
+            element, rank_of_result = _element_and_rank(kind)
+            if len(leaves) == len(declared) and rank_of_result == rank:
                 cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
                 advice = (
                     f"results are cast within a kind (float64 to float32); return {cast}, or declare {element} in outs"
@@ -3191,21 +3189,20 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
 def _is_declared(kind: Any, declared: tuple[np.dtype, int]) -> bool:
     """Whether a result has the declared rank, and a dtype that NumPy stores as the declared one: in `out=`, say."""
     from numba import from_dtype
-    from numba import types as nbtypes
 
     dtype, rank = declared
-    element = kind.dtype if isinstance(kind, nbtypes.Array) else kind
+    element, rank_of_result = _element_and_rank(kind)
     names = [name for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
-    return element in [from_dtype(np.dtype(name)) for name in names] and _rank(kind) == rank
+    return element in [from_dtype(np.dtype(name)) for name in names] and rank_of_result == rank
 
 
-def _rank(kind: Any) -> int | None:
-    """Of an array or a number; None for other results."""
+def _element_and_rank(kind: Any) -> tuple[Any, int | None]:
+    """Of an array or a number; the rank is None for other results."""
     from numba import types as nbtypes
 
     if isinstance(kind, nbtypes.Array):
-        return kind.ndim
-    return 0 if isinstance(kind, (nbtypes.Number, nbtypes.Boolean)) else None
+        return kind.dtype, kind.ndim
+    return kind, 0 if isinstance(kind, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
 def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
@@ -3544,7 +3541,7 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _Call) -> _Target:
         package = self.package
-        launch = self._launch_configuration(call.ins)
+        launch = self._launch_configuration(call.ins, _Source(self.kernel, []).n_indices)
         [form] = self._forms(call, may_return=False)
         in_order = self.options.in_order
         is_checked = self.options.zero_outputs is not False
@@ -3562,7 +3559,7 @@ class _CudaKernel(_CudaWrapper):
             target.lowered(package.platform, has_batch=True)
         return target
 
-    def _launch_configuration(self, ins: Sequence[Spec]) -> tuple[int, ...]:
+    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
         grid = self.options.grid
         block = self.options.block
         dims = self._for_inputs("launch_dims", ins)
@@ -3570,8 +3567,8 @@ class _CudaKernel(_CudaWrapper):
             rank = len(dims) if isinstance(dims, (tuple, list)) else 1
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
-            counts = _Source(self.kernel, []).index_counts
-            self._check_indices(f"launch_dims={dims}", rank, counts, "cuda.grid")
+            if n_indices:
+                self._check_indices(f"launch_dims={dims}", rank, n_indices, "cuda.grid")
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
@@ -4276,21 +4273,21 @@ class _WarpKernel(_Wrapper):
     def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The dimensions of a launch, by default those of the arrays; if it is tiled, of its blocks."""
         launch_dims = self._for_inputs("launch_dims", user_ins)
-        source = _source_of(self.kernel)
-        counts = source.index_counts
         launch = f"launch_dims={launch_dims}"
-        if launch_dims is None:
+        is_missing = launch_dims is None
+        if is_missing:
             launch_dims = self._dims_of_arrays(arrays, [*self.params][: len(user_ins) + len(self.values)])
-            counts = counts or {0}
             launch = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
         most = _WARP_MAX_DIMS - self.options.tiled
         limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
         what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
         dims = _ints(launch_dims, what)
+        source = _source_of(self.kernel)
+        has_blocks = self.options.tiled or source.uses_tiles  # whose threads are a last dimension
+        if is_missing or (source.n_indices and not has_blocks):
+            self._check_indices(launch, len(dims), source.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(what)
-        if not (self.options.tiled or source.uses_tiles):  # else the threads of a block are a last dimension
-            self._check_indices(launch, len(dims), counts, "wp.tid()")
         return dims
 
     def _dims_of_arrays(self, arrays: Mapping[str, tuple[int, ...]], inputs: Sequence[str]) -> tuple[int, ...]:
