@@ -1294,7 +1294,7 @@ def test_a_callback_that_is_interrupted_before_it_begins_is_an_error():
     signature = xk._Signature("kernel", 1, (np.dtype("f4"),) * 2, (1, 1))
     emitter = xk._CallbackEmitter(signature, print)
     emitter.callback = type(emitter.callback)(lambda words: None)  # as ctypes goes on
-    xk._register("interrupted", "cpu", xk._compile_handler(signature, emitter))
+    xk._register_with_xla("interrupted", "cpu", xk._compile_handler(signature, emitter))
     call = partial(jax.ffi.ffi_call("interrupted", FLOATS), launch=np.zeros(0, np.int64))
     assert "KeyboardInterrupt (raised in kernel 'kernel')" in error_of(call, F32)
 
@@ -1408,10 +1408,10 @@ def test_what_is_compiled_is_logged(caplog):
 
 def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
     """Which is given once."""
-    assert xk._MANY == 50
-    monkeypatch.setattr(xk, "_MANY", 3)
+    assert xk._MANY_COMPILATIONS == 50
+    monkeypatch.setattr(xk, "_MANY_COMPILATIONS", 3)
     kernels = [runs("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(4)]
-    with pytest.warns(UserWarning, match="compiled 3 times.*make it once") as caught:
+    with pytest.warns(UserWarning, match="compiled 3 times.*Create the kernel and its helpers once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), F32)
     assert result_of(kernels[0]) == result_of(kernels[3]) == 2
@@ -1553,6 +1553,27 @@ def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
             if not on_one_thread:
                 break
     assert on_one_thread == bool(method)
+
+
+@pytest.mark.needs("cores")
+@pytest.mark.parametrize("function", ["PyMem_RawMalloc", "PyThread_allocate_lock"])
+def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(function, monkeypatch):
+    class OutOfMemory(xk._BatchScheduler):
+        def call(self, called, *args):
+            if isinstance(called, str) and called == function:
+                return xk._Int64(self, self.value(0))
+            return super().call(called, *args)
+
+    scheduler = xk._load_code(OutOfMemory().compile())
+    monkeypatch.setattr(xk, "_batch_scheduler", lambda: scheduler)
+    outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
+    call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], name=f"without {function}")
+    x = np.arange(64.0)[:, None]
+    with x64(True):
+        expected = [call(value)[0] for value in x]
+        sums, threads = jax.jit(jax.vmap(call))(x)
+    np.testing.assert_array_equal(sums, expected)
+    assert len(np.unique(threads)) == 1
 
 
 # -- kernels -------------------------------------------------------------------------------------------
@@ -2022,13 +2043,42 @@ def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
     assert wrap(name="mended")(F32)[0] == 2
 
 
+def named_warp_kernel(n):
+    kernel = kernels_from({"kernel": ("x: floats, out: floats", f"out[i] = x[i] + {n}.0")})["kernel"]
+    return xk.warp_kernel(kernel, like_first, name="registered later by Warp")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: wrap(reads(f"x[0] + {n}"), name="registered later"),
+        pytest.param(named_warp_kernel, marks=pytest.mark.needs("warp")),
+    ],
+    ids=["numba", "warp"],
+)
+def test_a_kernel_that_cannot_be_registered_takes_no_name(make, monkeypatch):
+    """So that another attempt, or another kernel, can have it."""
+
+    def register(*args, **options):
+        raise RuntimeError("XLA refuses the handler")
+
+    first = make(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.ffi, "register_ffi_target", register)
+        with pytest.raises(RuntimeError, match="XLA refuses the handler"):
+            first(F32)
+    assert make(2)(F32)[0] == 3
+    with pytest.raises(ValueError, match=r"registered later.*is in use"):
+        first(F32)
+
+
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
     """As by importlib.reload, also where it stands some lines further down."""
     for n in range(2):
         kernel = kernel_from("\n" * n + "def kernel(x, out):\n    out[0] = math.floor(x[0]) + constant", constant=1)
         assert wrap(kernel, name="defined again")(F32)[0] == 2
     changed = reads("math.floor(x[0]) + constant", constant=5)
-    with pytest.raises(ValueError, match=r"defined again.*another kernel of this process, .* has this name"):
+    with pytest.raises(ValueError, match=r"'defined again' is in use.*another kernel of this process.*name='def"):
         wrap(changed, name="defined again")(F32)
     assert wrap(changed)(F32)[0] == 6
 
@@ -2931,14 +2981,14 @@ def test_fakecuda_or_gpu_launches_that_share_a_handler(cuda_on_gpu, reasons, mon
 
 def test_fakecuda_or_gpu_threads_make_batches_at_once(cuda_on_gpu, monkeypatch):
     """Of one form, which is compiled once."""
-    forms, make_form = [], xk._Form._replace
+    forms, make_form = [], xk._ArgumentMap._replace
 
     def make_slowly(*args, **ranks):
         forms.append(args)
         time.sleep(0.1)
         return make_form(*args, **ranks)
 
-    monkeypatch.setattr(xk._Form, "_replace", make_slowly)
+    monkeypatch.setattr(xk._ArgumentMap, "_replace", make_slowly)
     cuda_on_gpu.check_threads(batch_op(own_kernel(cuda_on_gpu.cuda, *X_Y_OUT)))
     assert len(forms) == 1
 

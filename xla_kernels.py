@@ -26,22 +26,26 @@ A map of this file:
 
     1  JAX               what differs between its versions, what it does not document, and what it lacks
     2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
-    3  Names             which kernels are one kernel, what is registered with XLA, and what a kernel's source shows
+    3  Targets           captured values, which kernels share a target, registration, lifetimes
     4  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
     5  The primitive     one call of one target, split over a mesh by XLA; and `_Wrapper`, which all backends share
     6  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
-    7  Numba on CPU, 8 Numba CUDA, 9 Warp: wrappers, and what runs one slice
-    10 XLACustomKernel   one operation, many backends, all of JAX's transformations
-    11 Backends          one row each, and the self-check
+    7  Numba on CPUs     the wrapper, and the code that runs one slice
+    8  Source analysis   the array accesses of Warp and Numba CUDA kernels
+    9  Numba CUDA        the wrappers, launch configurations, and the code that launches a kernel
+    10 Warp              the wrapper with a derivative, and the code that launches a kernel on CPUs and GPUs
+    11 XLACustomKernel   one operation, many backends, all of JAX's transformations
+    12 Backends          one row each, and the self-check
 
 A call: `_Wrapper.__call__` -> `jax.jit` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
-`_Names.of_kernel`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes what runs a
-slice), names and registers it -> `_Call.bind` -> `_call_lowering` -> XLA -> the code of `_Handler` and `_Driver`.
+`_TargetRegistry.find_or_compile`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes
+what runs a slice), names and registers it -> `_CallParams.bind` -> `_call_lowering` -> XLA -> the code of `_Handler`
+and `_BatchScheduler`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_op_batching`, which records the vmap ->
 `_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
 -> `_run_slice` -> the call of a wrapper, as above.
 The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
-An exception in a slice: `_NumbaEmitter`, `_keep_message`, `_Driver.run`, `_Driver.work`.
+An exception in a slice: `_NumbaEmitter`, `_store_error_message`, `_BatchScheduler.run_range` and `.worker_loop`.
 A new backend takes a section like 7 to 9, a row in `_BACKENDS`, and a `def_..._kernel`.
 """
 
@@ -100,7 +104,7 @@ __all__ = [
 
 # ======================================================================================================
 # 1. JAX: what differs between its versions, what it does not document, and what it lacks.
-# Checked on 0.9.0 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 10.4 to 10.6.
+# Checked on 0.9.0 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 11.4 to 11.6.
 # A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
 # From inside JAX:
 # - `_apply_primitive`, a mark on a function that keeps `jax_debug_nans` from running it again (test_debug_nans)
@@ -284,13 +288,6 @@ def _sized_struct(**fields: Any) -> Any:
     return _struct(struct_size=_SIZE, extension_start=_PTR, **fields)
 
 
-def _words(fields: str, **pointers: Any) -> Any:
-    """A struct of 64-bit words, some of which point to structs."""
-    kinds: dict[str, Any] = dict.fromkeys(fields.split(), _I64)
-    kinds |= {field: ctypes.POINTER(kind) for field, kind in pointers.items()}
-    return _struct(**kinds)
-
-
 XLA_FFI_InternalExtension = _struct(struct_size=_SIZE, type=_I32, next=_PTR)
 XLA_FFI_Api_Version = _sized_struct(major_version=_I32, minor_version=_I32)
 XLA_FFI_Metadata = _struct(struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
@@ -323,113 +320,152 @@ XLA_FFI_CallFrame = _sized_struct(
 
 
 # ======================================================================================================
-# 3. Names, targets, and what the source of a kernel shows.
+# 3. Targets: captured values, fingerprints, names, registration, lifetimes.
 #
-# XLA finds the handlers of a program by their names, in the process that runs it; also for a program from JAX's
-# persistent cache.  So two kernels of a process that may differ must never share a name.
-# - A kernel is its object: a dispatcher, or a plain function.  Globals are read when it is compiled, as in Numba.
-# - A kernel that the same `def` makes again, or a function that is wrapped again, is the same one if what it reads is
-#   equal: else a kernel made inside a function would be compiled, and kept for ever, at each call of that.
-# - The hash in a name holds code, constants and helpers.  So mostly names do not depend on the order in which kernels
-#   are made, and JAX's cache and serialized executables find them; but only `name=` promises that.
+# A handler is the machine code that XLA calls to run a kernel (section 6).  XLA programs refer to handlers by target
+# names, which XLA looks up in the process that runs the program.  The program may come from JAX's persistent cache or
+# from another process.  Therefore two kernels of one process that may differ must never have the same target name.
+#
+# - A kernel is identified by its object: a plain function, or a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`).
+# - The captured values of a kernel are the globals, closure variables and defaults that its code references.  Numba
+#   reads them once, when it compiles the kernel.
+# - If a `def` recreates a kernel, or a function is wrapped again, and the captured values are equal, the existing
+#   target is shared.  Otherwise a kernel that is defined in a function would be compiled on each call of that function,
+#   and each copy would stay registered forever.
+# - A target name contains a hash of the kernel's code and captured values.  So it rarely depends on the order in which
+#   kernels are created, and programs in JAX's persistent cache find their kernels.  Only `name=` guarantees this.
 
-# The version of the attribute `launch` and of the buffers that a handler expects, in names of targets: raise it when
-# these change, so that an exported program never calls a handler of another version.
-_LAYOUT = 8
+# The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
+# Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
+# handler of another version.
+_INTERFACE_VERSION = 9
 
 _LOG = logging.getLogger(__name__)
 
-# Shared by all copies of this file in a process, also by one that is reloaded: locks, names in use, handlers.
-_SHARED: dict[str, Any] = vars(sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared")))
-_LOCK: threading.RLock = _SHARED.setdefault("lock", threading.RLock())
-_TAKEN: set[str] = _SHARED.setdefault("names", set())
-_TARGETS: dict[str, _Compiled] = _SHARED.setdefault("targets", {})  # by name, for ever: XLA keeps pointers
+# State that all copies of this file in a process share, including vendored and reloaded copies.
+_PROCESS_STATE: dict[str, Any] = vars(
+    sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
+)
+_REGISTRY_LOCK: threading.RLock = _PROCESS_STATE.setdefault("lock", threading.RLock())
+_USED_TARGET_NAMES: set[str] = _PROCESS_STATE.setdefault("names", set())
+_COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("targets", {})  # by target name
 
 
 def _native_lock(name: str) -> int:
-    """The address of a lock that all copies share, for machine code: CPython's, which can be taken without the GIL."""
+    """Return the address of a lock for machine code, which all copies of this file share.
+
+    The lock is CPython's PyThread_type_lock, which can be taken without the GIL.
+    """
     allocate = ctypes.pythonapi.PyThread_allocate_lock
     allocate.restype = _PTR
-    return _SHARED.setdefault(name, allocate())  # atomic: the first lock wins, and others cost some bytes
+    return _PROCESS_STATE.setdefault(name, allocate())  # atomic: if two threads allocate, the first lock is used
 
 
-# -- 3.1 What a kernel reads ---------------------------------------------------------------------------
-# One walk over a kernel's code, and over the values that it names, serves names (3.2), the reader of its source (3.4),
-# and callables, which get arrays of the package that they name (8.2).
+# -- 3.1 Captured values -------------------------------------------------------------------------------
+# The values that the code of a kernel references.  Three parts of this file use them: fingerprints (3.2), the analysis
+# of the source (8), and callables (9.2), whose captured values show which CUDA package they use.
 
 
-def _python(kernel: Any) -> Any:
-    """The Python function of a kernel that Numba jitted or vectorized, or Warp decorated; a plain function itself."""
+def _py_func(kernel: Any) -> Any:
+    """Return the Python function of a Numba or Warp kernel; return a plain function itself."""
     if hasattr(kernel, "adj"):  # Warp
         return getattr(kernel, "func", None) or kernel
-    dispatcher = getattr(kernel, "_dispatcher", kernel)  # where numba.vectorize keeps it
+    dispatcher = getattr(kernel, "_dispatcher", kernel)  # numba.vectorize keeps its dispatcher there
     return getattr(dispatcher, "py_func", None) or kernel
 
 
-def _is_stable(module: Any) -> bool:
-    """Whether this is the name of a module whose attributes nobody is expected to assign anew."""
-    root = str(module).partition(".")[0]
-    return root in ("_operator", "builtins", "cmath", "heapq", "math", "numba", "numba_cuda_mlir", "numpy", "operator")
+_LIBRARIES = frozenset("_operator builtins cmath heapq math numba numba_cuda_mlir numpy operator".split())
+
+
+def _is_library_module(name: Any) -> bool:
+    """Return whether a module is part of a library, whose attributes are not expected to be reassigned."""
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names in a function's code, and in what is nested in it, that may be of globals or attributes: each once."""
+def _referenced_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a code object and in nested functions, each name once."""
     names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names += _names_in(constant)
+            names += _referenced_names(constant)
     return tuple(dict.fromkeys(names))
 
 
-def _variables_of(function: types.FunctionType) -> dict[str, Any]:
-    """The variables around a function that its code may name: a name counts as one where it may be an attribute."""
-    around = collections.ChainMap(function.__globals__, vars(builtins))
-    variables = {name: around[name] for name in _names_in(function.__code__) if name in around}
+def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
+    """Return the globals, builtins and closure variables that the code of a function may reference.
+
+    A code object does not tell globals and attributes apart.  If the code has `x.size`, and there is a global `size`,
+    the result includes `size`.
+    """
+    scope = collections.ChainMap(function.__globals__, vars(builtins))
+    variables = {name: scope[name] for name in _referenced_names(function.__code__) if name in scope}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # it has no value yet
+        with contextlib.suppress(ValueError):  # the cell is empty: the variable is not assigned yet
             variables[name] = cell.cell_contents
     return variables
 
 
-def _values_of(function: Any) -> list[tuple[str, Any]]:
-    """What a function's code may name: variables, defaults, and what these hold."""
+def _captured_values(function: Any) -> list[tuple[str, Any]]:
+    """Return a (name, value) pair for each variable and default of a function, and for each part of these values.
+
+    If the object is not a Python function, return no pairs.
+    """
     if not isinstance(function, types.FunctionType):
         return []
-    variables = _variables_of(function).items()
-    keywords = (function.__kwdefaults__ or {}).items()
-    values = [*variables, *keywords, ("defaults", function.__defaults__)]
-    return _with_parts(values, _names_in(function.__code__))
+    variables = _captured_variables(function).items()
+    keyword_defaults = (function.__kwdefaults__ or {}).items()
+    values = [*variables, *keyword_defaults, ("defaults", function.__defaults__)]
+    return _with_parts(values, _referenced_names(function.__code__))
 
 
-def _with_parts(values: Iterable[tuple[str, Any]], names: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """Values, with the items of tuples and lists, and with what modules of the user's have under these names."""
+def _with_parts(values: Iterable[tuple[str, Any]], attributes: Sequence[str] = ()) -> list[tuple[str, Any]]:
+    """Return (name, value) pairs, followed by pairs for the items of tuples and lists, and for attributes of modules.
+
+    Attributes are included if their names are in `attributes`, and if the module is not part of a library.
+    """
     found = list(values)
-    modules = set()  # as they may have one another
-    for name, value in found:  # which grows
+    searched = set()  # modules, which may refer to each other
+    for name, value in found:  # the list grows in this loop
         if isinstance(value, (tuple, list)):
             found += [(name, item) for item in value]
-        elif isinstance(value, types.ModuleType) and not _is_stable(value.__name__) and value not in modules:
-            modules.add(value)
-            found += [(x, vars(value)[x]) for x in names if x in vars(value)]
+        elif isinstance(value, types.ModuleType) and not _is_library_module(value.__name__) and value not in searched:
+            searched.add(value)
+            found += [(attribute, vars(value)[attribute]) for attribute in attributes if attribute in vars(value)]
     return found
 
 
-def _functions_of(kernel: Any) -> list[Any]:
-    """A kernel, and the jitted functions that it names, directly or not."""
+def _kernel_and_helpers(kernel: Any) -> list[Any]:
+    """Return a kernel, followed by its helpers: the jitted functions that it references, directly or indirectly."""
     functions = [kernel]
-    for function in functions:  # which grows
-        for _, value in _values_of(_python(function)):
-            if _ready_kind(value) in ("numba", "numba_cuda") and value not in functions:
+    for function in functions:  # the list grows in this loop
+        for _, value in _captured_values(_py_func(function)):
+            if _decorated_backend(value) in ("numba", "numba_cuda") and value not in functions:
                 functions.append(value)
     return functions
 
 
-# -- 3.2 Which kernels are one kernel, and names -------------------------------------------------------
+def _all_captured_values(kernel: Any) -> list[tuple[str, Any]]:
+    """Return the (name, value) pairs of all values that a kernel and its helpers capture."""
+    return [pair for function in _kernel_and_helpers(kernel) for pair in _captured_values(_py_func(function))]
 
 
-class _Same:
-    """Equal to what has the same object alone, which it keeps alive."""
+# -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
+# Numba has no hash of a kernel that covers captured values.  So `_fingerprint` writes a line of text for each option,
+# code object and captured value of a kernel and its helpers.  The text is equal in all processes.  If no text can tell
+# a value apart from others, the value is also compared by identity.  In this example, that is the helper:
+#
+#     n = 2.0                              text                                       identities
+#     @numba.njit(fastmath=True)           code = 9700740100... ('helper', 'n') ...
+#     def kernel(x, out):                  fastmath = bool b'\x80\x04\x88.'
+#         out[0] = helper(n * x[0])        ...
+#                                          helper = CPUDispatcher __main__ helper     helper
+#                                          n = float b'\x80\x04\x95\n...'
+#                                          code = 97007c0064... (of the helper)
+
+
+class _IdentityKey:
+    """A dictionary key that compares by identity and keeps its object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -438,194 +474,303 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: Any) -> bool:
-        return self.value is getattr(other, "value", None)  # also of this class before a reload
+        return self.value is getattr(other, "value", None)  # of any class, because importlib.reload redefines this one
 
 
-def _described(value: Any) -> tuple[str, Any]:
-    """A text that is equal in all processes, and what else tells values apart.
+class _Fingerprint(NamedTuple):
+    """All that decides the machine code of a kernel.  Kernels with equal fingerprints can share a target."""
 
-    The items of tuples and lists, and the attributes of modules, are values of their own (`_with_parts`).
-    """
+    text: str  # equal in all processes, so that target names can contain its hash
+    identities: tuple[_IdentityKey, ...]  # the values that the text does not tell apart from others
+
+
+def _fingerprint(kernel: Any) -> _Fingerprint:
+    """Return the fingerprint of a kernel and its helpers."""
+    lines = []
+    identities = []
+    for function in _kernel_and_helpers(kernel):
+        for name, value in _compiler_inputs(function):
+            text = _exact_text(value)
+            if text is None:
+                text = _inexact_text(value)
+                identities.append(_IdentityKey(value))
+            lines.append(f"{name} = {text}")
+    return _Fingerprint("\n".join(lines), tuple(identities))
+
+
+def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
+    """Return a (name, value) pair for each option, the code and each captured value of one function."""
+    python_function = _py_func(function)
+    options = dict(getattr(function, "targetoptions", {}))
+    options["chip"] = None  # numba_cuda_mlir assigns this option when it compiles
+    options["locals"] = sorted(getattr(function, "locals", {}).items())
+    # The class as text, because numba_cuda_mlir creates a class for each dispatcher.
+    options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
+    # With `cache=True` the machine code may come from a file, and may have captured other values.
+    options["cache"] = type(getattr(function, "_cache", None))
+    options["code"] = getattr(python_function, "__code__", None)
+    return [*_with_parts(sorted(options.items())), *_captured_values(python_function)]
+
+
+_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice)
+
+
+def _exact_text(value: Any) -> str | None:
+    """Return a text that is equal in all processes and differs for different values; None if there is no such text."""
     kind = type(value)
-    if isinstance(value, np.generic) or kind in (bool, int, float, complex, str, bytes, slice):
-        return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}", None  # tells -0.0, NaNs and dtypes apart
+    if kind in _LITERAL_TYPES or isinstance(value, np.generic):
+        return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}"  # a pickle tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
-        return f"{kind.__name__} of {len(value)}", None
+        return f"{kind.__name__} of {len(value)}"  # the items have lines of their own (`_with_parts`)
     if kind in (set, frozenset):  # options, such as those of fastmath
-        return f"{kind.__name__} {sorted(map(repr, value))}", None
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        text = f"{value.dtype} {value.shape} {value.strides}"
-        if value.flags.forc and value.nbytes <= 10**6:
-            return f"{text} {hashlib.blake2b(value.tobytes()).hexdigest()}", None
-        return text, _Same(value)  # Numba reads it where it is, each time
+        return f"{kind.__name__} {sorted(map(repr, value))}"
+    if _is_plain_array(value) and _is_embedded_by_numba(value):
+        return f"{_inexact_text(value)} {hashlib.blake2b(value.tobytes()).hexdigest()}"
     if kind is types.CodeType:
-        constants = [_described(constant)[0] for _, constant in _with_parts([("", value.co_consts)])]
-        counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
-        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars, *counts
-        return f"{value.co_code.hex()} {value.co_exceptiontable.hex()} {names} {constants}", None
-    return f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}", _Same(value)
+        return _code_text(value)
+    return None
 
 
-def _reads_of(kernel: Any) -> tuple[tuple, ...]:
-    """What decides a kernel's machine code: options, its code, and what that reads; and the same of its helpers."""
-    reads = []
-    for function in _functions_of(kernel):
-        python = _python(function)
-        options = {**getattr(function, "targetoptions", {}), "chip": None}  # numba_cuda_mlir sets it when it compiles
-        options["locals"] = sorted(getattr(function, "locals", {}).items())
-        # As a text, as numba_cuda_mlir makes one for each dispatcher.
-        options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
-        options["cache"] = type(getattr(function, "_cache", None))  # its code may have read other globals
-        options["code"] = getattr(python, "__code__", None)
-        values = [*_with_parts(sorted(options.items())), *_values_of(python)]
-        reads += [(name, *_described(value)) for name, value in values]
-    return tuple(reads)
+def _inexact_text(value: Any) -> str:
+    """Return a text that is equal in all processes, but may be the same for different values."""
+    if _is_plain_array(value):
+        return f"{value.dtype} {value.shape} {value.strides}"
+    return f"{type(value).__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}"
 
 
-def _compiled_helpers(kernel: Any) -> tuple[_Same, ...]:
-    """What each helper was compiled to first, which `recompile` makes anew: it may have read other values."""
-    helpers = _functions_of(kernel)[1:]
-    return tuple([_Same(next(iter(getattr(helper, "overloads", {}).values()), None)) for helper in helpers])
+def _code_text(code: types.CodeType) -> str:
+    """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
+    constants = []
+    for _, constant in _with_parts([("", code.co_consts)]):
+        constants.append(_exact_text(constant) or _inexact_text(constant))  # inexact only for None and Ellipsis
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, *counts
+    return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {constants}"
 
 
-class _Names:
-    """The names of targets.  What is registered keeps its name for ever, and no two kernels have one.
+def _is_plain_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array of elements that are not Python objects."""
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
-    A kernel of Numba is compiled first, and then named; one of Warp is named by what it is compiled from.
+
+def _is_embedded_by_numba(array: np.ndarray) -> bool:
+    """Return whether Numba copies a global array into the machine code (`BaseContext.make_constant_array`).
+
+    The machine code reads other arrays at run time, at their addresses.
+    """
+    return array.flags.forc and array.nbytes <= 10**6
+
+
+def _is_reusable(kernel: Any) -> bool:
+    """Return whether kernels with the fingerprint of this one can share its machine code."""
+    if not isinstance(kernel, types.FunctionType) and getattr(kernel, "overloads", True):
+        return False  # compiled before, maybe with other captured values; a ufunc has no overloads that show this
+    return not vars(_py_func(kernel))  # attributes, such as __wrapped__, are not part of a fingerprint
+
+
+def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
+    """Return the first overload of each helper, which is None if the helper is not compiled yet.
+
+    `Dispatcher.recompile` replaces overloads.  The new ones may have captured other values.
+    """
+    overloads = []
+    for helper in _kernel_and_helpers(kernel)[1:]:
+        overloads.append(_IdentityKey(next(iter(getattr(helper, "overloads", {}).values()), None)))
+    return tuple(overloads)
+
+
+# -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
+# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`.  The prefix is the user's `name=`, or `<module>.<kernel>`.
+# A registered name is permanent, and unique in the process.  There are two naming schemes:
+#
+#     Numba   Compile first, then name.  If no kernel with an equal fingerprint has a target, `find_or_compile` compiles
+#             the kernel.  Then the text of the fingerprint is hashed.  If another kernel has the same text, but other
+#             identities, the name gets a number: `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
+#     Warp    Name by content.  Warp hashes each kernel, and compiles kernels with equal hashes only once.  So this
+#             hash, the options and the layout of a launch decide the name.  If a handler of this content exists,
+#             `find_or_register` returns its name, otherwise it compiles a handler.
+#
+# Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
+#
+#     object               lives as long as                       kept alive by
+#     wrapper              the user or JAX refers to it           the user; functions in JAX's caches
+#     kernel               its wrappers; Numba CUDA: forever      its wrappers; `_CudaBatch`, to compile it once more
+#     captured values      forever, if the kernel is reusable     the keys of `names_by_fingerprint`
+#     `_Target`            traces that bind it                    JAX's caches.  It keeps a Warp kernel alive, too.
+#     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
+#     machine code         its `_CompiledHandler`                 `_CompiledHandler.keep_alive`
+#     XLA executable       JAX caches it                          JAX's caches; it refers to handlers only by name
+
+
+class _CompiledHandler(NamedTuple):
+    """A handler in memory, and what belongs to it."""
+
+    address: int
+    keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
+    data: Any = None  # the handler's `_HandlerData`
+    batch: _CudaBatch | None = None  # on a GPU: prepares a single launch for a batch
+
+
+def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
+    """Register a handler for all programs that call this target."""
+    # In this order, XLA gets the address in the last step that can fail, and the handler is kept alive from then on.
+    jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
+    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+    jax.ffi.register_ffi_target(target_name, handler, platform.replace("cuda", "CUDA"))
+    _COMPILED_HANDLERS[target_name] = compiled
+
+
+class _Specialization(NamedTuple):
+    """All that decides the target of a kernel, besides the kernel itself.
+
+    It consists of tuples, because they stay equal when importlib.reload redefines their classes.
+    """
+
+    signature: _Signature
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also the kernel (`_warp_content`)
+    platform: str  # "cpu" or "cuda"
+    requested_name: str | None  # the user's `name=`
+    launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
+
+
+class _TargetRegistry:
+    """The target names of all kernels of this module.
+
+    If several threads look up a new kernel, one of them compiles it, and the others wait for `compile_lock`.  A thread
+    that chooses a name holds `_REGISTRY_LOCK`, because names are unique among all copies of this file.
     """
 
     def __init__(self) -> None:
-        # Of a dispatcher, or of the wrapper of a plain function: {signature and options: name}
-        self.by_owner: Any = weakref.WeakKeyDictionary()
-        # Of Numba's kernels that are made or wrapped again; and of Warp's, which Warp has a hash of
-        self.by_content: dict[tuple, str] = {}
-        self.exported: set[str] = set()  # those that begin with the user's `name=`
-        self.compiling = threading.RLock()  # Numba, too, compiles on one thread at a time
+        # {owner: {specialization: target name}}.  The owner is a dispatcher, or the wrapper of a plain function.
+        self.names_by_owner: Any = weakref.WeakKeyDictionary()
+        # {(specialization, fingerprint, first overloads of helpers): target name}, only of reusable Numba kernels.
+        self.names_by_fingerprint: dict[tuple, str] = {}
+        # {specialization: target name}, only of Warp kernels.
+        self.names_by_content: dict[_Specialization, str] = {}
+        self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
+        self.compile_lock = threading.RLock()  # Numba compiles on one thread at a time, too
 
-    def of_kernel(
+    def find_or_compile(
         self,
         wrapper: Any,
-        signature: _Signature,
-        options: tuple,
-        platform: str,
-        compile_kernel: Callable[[], _Compiled | None],
+        specialization: _Specialization,
+        compile_kernel: Callable[[], _CompiledHandler | None],
         freezes_globals: bool = True,
     ) -> str:
-        """The name of what runs a wrapper's kernel for a signature and options; it is compiled if it is new.
+        """Return the target name of a Numba kernel.  If it has none, reuse an equal kernel's, or compile and register.
 
-        `compile_kernel` gives None where a program is only lowered, to run elsewhere.  `freezes_globals` is False for
-        what Python reads on each run (callables, and kernels in the simulator): no code is shared with another `def`.
+        Args:
+          wrapper: the `_Wrapper` of the kernel.
+          specialization: the `_Specialization` that the call needs.
+          compile_kernel: a function that compiles the kernel.  It returns None if another process will run the program,
+            and this process only lowers it.
+          freezes_globals: False if Python reads globals on each run, in callables and in Numba's simulator.  Then no
+            other kernel shares the target.  Default True.
         """
         kernel = wrapper.kernel
-        given = wrapper.options.name
-        is_plain = isinstance(kernel, types.FunctionType)
-        specialization = tuple(vars(signature).values()), options, given  # which are equal after a reload, too
-        with _LOCK:
-            names = self.by_owner.setdefault(wrapper if is_plain else kernel, {})
-        if specialization in names:
-            return names[specialization]
-        with self.compiling:
-            if specialization in names:  # by another thread
-                return names[specialization]
-            reads = _reads_of(kernel)
-            # A kernel that was compiled before may have read other values.  A ufunc, too, or one with a __wrapped__.
-            is_new = is_plain or not getattr(kernel, "overloads", True)
-            is_shared = freezes_globals and is_new and not vars(_python(kernel))
-            name = self.by_content.get((specialization, reads, _compiled_helpers(kernel))) if is_shared else None
-            if name is None:
-                compiled = compile_kernel()
-                texts = [f"{variable} = {text}" for variable, text, _ in reads]
-                with _LOCK:
-                    name = self._new(signature, given, [*texts, *map(str, options)])
-                if compiled:
-                    _register(name, platform, compiled)
-                if is_shared:
-                    self.by_content[specialization, reads, _compiled_helpers(kernel)] = name
-            names[specialization] = name
-            return name
+        # A dispatcher captures values once.  A plain function that is wrapped again captures them again.
+        owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
+        with _REGISTRY_LOCK:
+            names = self.names_by_owner.setdefault(owner, {})
+        if specialization not in names:
+            with self.compile_lock:
+                if specialization not in names:  # otherwise another thread has compiled the kernel in the meantime
+                    name = self._reuse_or_compile(kernel, specialization, compile_kernel, freezes_globals)
+                    names[specialization] = name
+        return names[specialization]
 
-    def of_content(self, content: tuple, signature: _Signature, given: str | None, memory: str) -> str:
-        """The name of a kernel that is fully described by this content and by the memory of its launch."""
-        key = content, tuple(vars(signature).values()), given, memory
-        with _LOCK:
-            if key not in self.by_content:
-                self.by_content[key] = self._new(signature, given, map(str, content), memory)
-            return self.by_content[key]
+    def _reuse_or_compile(
+        self,
+        kernel: Any,
+        specialization: _Specialization,
+        compile_kernel: Callable[[], _CompiledHandler | None],
+        freezes_globals: bool,
+    ) -> str:
+        """Return the target name of an equal kernel.  If there is none, compile and register this kernel."""
+        fingerprint = _fingerprint(kernel)
+        if not (freezes_globals and _is_reusable(kernel)):
+            return self._register(specialization, compile_kernel(), fingerprint.text)
+        key = specialization, fingerprint, _first_overloads(kernel)
+        if key not in self.names_by_fingerprint:
+            name = self._register(specialization, compile_kernel(), fingerprint.text)
+            key = specialization, fingerprint, _first_overloads(kernel)  # by now Numba has compiled the helpers
+            self.names_by_fingerprint[key] = name
+        return self.names_by_fingerprint[key]
 
-    def _new(self, signature: _Signature, given: str | None, content: Iterable[str], memory: str = "") -> str:
-        hashed = [str(signature), memory]
-        if not given:
-            hashed += content
-        first = f"{given or f'{__name__}.{signature.label}'}.{_LAYOUT}.{_hash(*hashed)}"
-        name = first
-        number = 1
-        while name in _TAKEN:
-            if given:
+    def find_or_register(self, specialization: _Specialization, compile_handler: Callable[[], _CompiledHandler]) -> str:
+        """Return the target name of a Warp kernel.  If it has none, compile and register its handler.
+
+        The caller holds `_WARP_LOCK`.
+        """
+        if specialization not in self.names_by_content:
+            self.names_by_content[specialization] = self._register(specialization, compile_handler())
+        return self.names_by_content[specialization]
+
+    def _register(self, specialization: _Specialization, compiled: _CompiledHandler | None, *kernel_text: str) -> str:
+        """Register a handler under an unused target name, and return the name.
+
+        The name is reserved last.  If the registration fails, the name stays free for another attempt.
+        """
+        signature, options, platform, requested_name, launch_layout = specialization
+        hashed = [str(signature), launch_layout]
+        if not requested_name:  # with `name=`, an exported program finds the kernel even if it was edited
+            hashed += [*kernel_text, *map(str, options)]
+        prefix = requested_name or f"{__name__}.{signature.label}"
+        target_name = f"{prefix}.{_INTERFACE_VERSION}.{_hash(*hashed)}"
+        with _REGISTRY_LOCK:
+            if requested_name and target_name in _USED_TARGET_NAMES:
                 raise ValueError(
-                    f"name={given!r}: another kernel of this process, or this one with other options, has this name, "
-                    "for the same signature; give each a name of its own, and make a kernel, and what it calls, once"
+                    f"A name= stands for one kernel of a process. name={requested_name!r} is in use for {signature}, "
+                    "by another kernel of this process, or by this one with other options or captured values. Pass a "
+                    f"new name, such as name={requested_name + '_2'!r}, or create the kernel and its helpers only once."
                 )
-            number += 1
-            name = f"{first}.{number}"
-        if number == _MANY:
-            warnings.warn(
-                f"kernel {signature.label!r} was compiled {_MANY} times from one def, with equal constants: each time "
-                "costs some 75 ms, and 1 MB for as long as the process lives; make it once, and what it calls, too",
-                skip_file_prefixes=_FILES_BEFORE_THE_USERS,
-            )
-        _TAKEN.add(name)
-        if given:
-            self.exported.add(name)
-        return name
+            target_name = _numbered(target_name, signature.label)
+            if compiled is not None:
+                _register_with_xla(target_name, platform, compiled)
+            _USED_TARGET_NAMES.add(target_name)
+            if requested_name:
+                self.exportable_names.add(target_name)
+        return target_name
 
 
-_MANY = 50
-_NAMES: _Names = globals().get("_NAMES") or _Names()  # importlib.reload keeps it, and with it the names of kernels
+def _numbered(target_name: str, label: str) -> str:
+    """Return the target name; if it is in use, return the first of `<name>.2`, `<name>.3`, ... that is not."""
+    numbered = target_name
+    number = 1
+    while numbered in _USED_TARGET_NAMES:
+        number += 1
+        numbered = f"{target_name}.{number}"
+    if number == _MANY_COMPILATIONS:
+        warnings.warn(
+            f"Kernel {label!r} was compiled {number} times from the same code, because it, or an object that it "
+            "captures, was created again each time. A compilation takes about 75 ms, and 1 MB that is never freed. "
+            "Create the kernel and its helpers once, outside of the function that calls it.",
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+        )
+    return numbered
+
+
+_MANY_COMPILATIONS = 50
+_REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()  # importlib.reload keeps the registry
 
 
 def _hash(*parts: str) -> str:
-    """A hash of 96 bits that is equal in all processes."""
+    """Return a hash of 96 bits that is equal in all processes."""
     return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
-
-
-# -- 3.3 Targets ---------------------------------------------------------------------------------------
-# What lives how long:
-#     wrapper           as long as the user, or a function that JAX has cached, holds it
-#     kernel            as long as its wrappers; for Numba CUDA for ever: `_Compiled.batch` may compile it once more
-#     what it reads     for ever, by `_Names.by_content`, if it may be made again
-#     `_Target`         as long as JAX's caches hold a trace that binds it; that of Warp holds the kernel and its values
-#     `_Compiled`       for ever, in `_TARGETS`, once it has a name: XLA has its address
-#     LLVM's engine     for ever, by `_Compiled.alive`, with what Numba or Warp compiled and with callbacks
-#     XLA's executable  as long as JAX's caches hold it; it finds the handler by its name
-
-
-class _Compiled(NamedTuple):
-    """A handler in memory: its address, what must stay alive with it, and what its wrapper should know."""
-
-    address: int
-    alive: Any
-    kernel: Any = None  # the handler's `_Kernel`
-    batch: _CudaBatch | None = None
-
-
-def _register(name: str, platform: str, compiled: _Compiled) -> None:
-    """Tell XLA of a handler, for all programs that name it."""
-    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-    jax.ffi.register_ffi_target(name, handler, platform.replace("cuda", "CUDA"))
-    jax.ffi.register_ffi_target_as_batch_partitionable(name)
-    _TARGETS[name] = compiled
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """What a call runs, alone or in a batch: a registered name, and the integers that shapes and options give it."""
+    """The target of a call, and the value of its attribute `launch`.  A batch has the same target.
 
-    # It must not refer to the wrapper: JAX keeps a target as long as the wrapper lives, so neither would ever be freed.
+    A target must not refer to its wrapper: JAX keeps a target as long as the wrapper lives, so neither would be freed.
+    """
+
     name: str
-    launch: tuple[int, ...] = ()  # what the handler reads
-    runs_nothing: bool = False  # for these shapes and options
+    launch: tuple[int, ...] = ()  # the integers that the handler reads, which depend on shapes and options
+    is_noop: bool = False  # whether the launch is empty for these shapes and options
     platform: str = ""
-    # for error messages: the wrapper's name, on which platforms it runs, and how to get a derivative
+    # For error messages: the name of the wrapper, the platforms it runs on, and how to get a derivative.
     title: str = ""
     where: str = ""
     derivative: str = ""
@@ -633,39 +778,44 @@ class _Target:
     def __repr__(self) -> str:
         return f"{self.name}{self.launch}"
 
-    def lowered(self, platform: str, has_batch: bool = False) -> _Target:
-        """What runs a call on a platform: registered there, unless the program will run in another process."""
+    def registered_for(self, platform: str, has_batch: bool = False) -> _Target:
+        """Return the target that runs the call on a platform.  On a GPU, also prepare a single launch for a batch.
+
+        Raises:
+          NotImplementedError: if the kernel does not run on the platform.
+        """
         if platform != self.platform:
             raise NotImplementedError(
-                f"{self.title} {self.where}; this call is compiled for {platform!r}: move it by jax.device_put"
+                f"{self.title} {self.where}. This call is compiled for the platform {platform!r}. Move its inputs to "
+                "a device that the kernel runs on: x = jax.device_put(x, device)."
             )
-        compiled = _TARGETS.get(self.name)
+        compiled = _COMPILED_HANDLERS.get(self.name)  # None if another process will run the program
         if has_batch and compiled and compiled.batch:
-            with _or_each_slice(self.title):
+            with _log_per_slice_fallback(self.title):
                 compiled.batch.prepare(grid=self.launch[:3], block=self.launch[3:6])
         return self
 
 
-class _NoSingleLaunch(Exception):
-    """Why a batch on a GPU is a launch for each slice."""
+class _BatchLaunchUnsupported(Exception):
+    """The reason why a batch on a GPU is not a single launch, but one launch per slice."""
 
 
 @contextlib.contextmanager
-def _or_each_slice(title: str) -> Iterator[None]:
-    """What is raised while one launch is prepared for a batch says, in the log, why each slice is a launch."""
+def _log_per_slice_fallback(title: str) -> Iterator[None]:
+    """Catch any exception while a single launch is prepared for a batch, and log it as the reason for the fallback."""
     try:
         yield
-    except Exception as error:  # Numba and Warp raise anything for what they cannot compile
-        kind = "" if isinstance(error, _NoSingleLaunch) else f"{type(error).__name__}: "
+    except Exception as error:  # if a kernel cannot be compiled, Numba and Warp raise exceptions of many types
+        kind = "" if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: "
         _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
 
 
 class export_checks:
-    """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call kernels.
+    """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call these kernels.
 
-    It can be made before the first trace, as JAX reads it after lowering.  A process that loads an exported program
-    must first trace its kernels (a call, or `jax.eval_shape`): there XLA finds them by these names.  Shapes may be
-    symbolic; for Warp kernels, and with `launch_dims`, in dimensions of `vmap` alone.
+    JAX reads the checks after lowering, so they can be created before the first trace.  A process that loads an
+    exported program must first trace the kernels, by a call or by `jax.eval_shape`.  Then XLA finds them by name.
+    Shapes may be symbolic.  For Warp kernels, and with `launch_dims`, only dimensions of `vmap` may be symbolic.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -680,445 +830,7 @@ class export_checks:
     def __iter__(self) -> Iterator:
         from jax import export
 
-        return map(export.DisabledSafetyCheck.custom_call, sorted(_NAMES.exported))
-
-
-# -- 3.4 What the source of a kernel does to its arrays ------------------------------------------------
-# A small interpreter of Python's syntax trees, for Numba, Numba CUDA and Warp.  A variable is the set of what it may
-# be: views of parameters, functions, modules; branches and loops join these sets.
-# - What is not modelled (a call of something unknown, a starred argument, ...) is an "unknown" access to each array
-#   that it gets.  An output then counts as stored to; an input does where no read-only type of Numba guards it.
-# - A file may have been edited since Python read it: a source counts only if it compiles to the kernel's own code.
-# What takes intent is not looked for: own intrinsics and overloads that store, addresses, C and C++ code.
-
-
-class _Interpreter:
-    """Runs statements; `names` has what each variable may be, as a set: of what, `value` says."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, set] = {}
-
-    def value(self, node: Any) -> set:
-        """What an expression may be."""
-        raise NotImplementedError
-
-    def run(self, nodes: Iterable[Any]) -> None:
-        for node in nodes:
-            self.statement(node)
-
-    def statement(self, node: Any) -> None:
-        match node:
-            case ast.If(test=test, body=body, orelse=orelse):
-                self.value(test)
-                self.branches(body, orelse)
-            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
-                item = ast.Subscript(iterated, ast.Constant(0))
-                self.loop([ast.copy_location(ast.Assign([target], item), node), *body])
-                self.run(orelse)
-            case ast.While(test=test, body=body, orelse=orelse):
-                self.loop([test, *body])
-                self.run(orelse)
-            case ast.expr():
-                self.value(node)
-            case ast.AST():  # expressions, and blocks that may run
-                for _, field in ast.iter_fields(node):
-                    self.branches(field if isinstance(field, list) else [field], [])
-
-    def branches(self, *blocks: Sequence[Any]) -> None:
-        before = self.names
-        ends = []
-        for block in blocks:
-            self.names = dict(before)
-            self.run(block)
-            ends.append(self.names)
-        self.names = {}
-        for name, found in itertools.chain(*(end.items() for end in ends)):
-            self.names[name] = self.names.get(name, set()) | found
-
-    def loop(self, body: Sequence[Any]) -> None:
-        """Run a loop until no variable may be anything else, as one may be what the body assigns further down."""
-        before = None
-        while self.names != before:
-            before = self.names
-            self.branches(body, [])
-
-
-class _View(NamedTuple):
-    """An array that lies in the memory of a parameter."""
-
-    parameter: str
-    ndim: float = math.inf  # that also of what has arrays in it, such as a tuple
-    is_unguarded: bool = False  # Numba takes it for writable, even if the parameter is read-only
-
-
-class _Access(NamedTuple):
-    """What a source does to the array of a parameter."""
-
-    kind: str  # "stores"; "updates": `x[i] += 1`, `x[i] = 2 * x[i]`, atomics; "unknown"
-    text: str  # of the source
-    is_unguarded: bool  # Numba lets it pass, even if the parameter is read-only
-
-
-# Functions of NumPy, Numba CUDA and Warp, and attributes and methods of arrays, by name.
-_UPDATES = re.compile(r"(?:^|\.)(?:atomic\.\w+|(?:tile_)?atomic_\w+|ufunc\.at)$")
-_STORES = re.compile(
-    r"(?:^|\.)(?:tile_store\w*|st(?:cg|cs|wb|wt)|copyto|fill_diagonal|nan_to_num|put|place|shuffle|"
-    r"ndarray\.(?:fill|itemset|partition|resize|sort))$"
-)
-_VIEWS = re.compile(
-    r"(?:^|\.)(?:T|real|imag|flat|view|where|select|as\w*array\w*|frombuffer|nditer|reshape|ravel|transpose|squeeze|"
-    r"expand_dims|swapaxes|moveaxis|broadcast_\w+|atleast_\w+|flip\w*|rot90|diagonal|\w*split|trim_zeros|as_strided|"
-    r"sliding_window_view|zip|enumerate|reversed|iter|next|list|tuple)$"
-)
-_WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
-_UNGUARDED = frozenset(  # what Numba lets a kernel write by to an input
-    "ascontiguousarray asfortranarray at copyto fill_diagonal flat frombuffer nan_to_num nditer".split()
-)
-_FACTS = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # of an array
-_INPUTS_BEFORE_OUT = {"dot": 2, "around": 2, "round": 2, "clip": 3}  # of functions that Numba gives an `out`
-_GLOBAL = "global "  # in front of the name of a global array on a GPU, in the place of a parameter's
-
-
-class _Source(_Interpreter):
-    """What the source of a kernel, and of the functions that it calls, does to its arrays.
-
-    `given` has what each argument of the kernel is: a view of the parameter, or None for what is no array.
-    """
-
-    def __init__(self, kernel: Any, given: Sequence[_View | None]) -> None:
-        super().__init__()
-        self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)
-        self.replayed: set[str] = set()  # the parameters that Warp's adjoint of the kernel changes again
-        self.n_indices = 0  # the most that a call of `wp.tid()` or `cuda.grid(n)` gives
-        self.launches_without_stream: list[str] = []
-        self.uses_tiles = False  # of Warp
-        self.has_own_code = False  # C++, or adjoints of the user's
-        # Of each function that was read, or is being read, with these arguments: what it may return.
-        self.results: dict[tuple[Any, frozenset], set] = {}
-        self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
-        self.depth = 0  # of calls
-        self.tests: list[ast.expr] = []  # of the `if`s around a statement
-        start = ast.Call(ast.Name("source not found: kernel"), [], [])
-        arguments = [{view} - {None} for view in given]
-        try:
-            self.call(kernel, arguments, {}, start)
-        except RecursionError:  # in sums of hundreds of terms
-            self.note("unknown", set().union(*arguments), start)
-
-    def note(self, kind: str, found: Iterable, node: ast.AST) -> None:
-        """Note an access to arrays.  Numba refuses a statement that assigns to an input, and lets functions pass."""
-        for view in _arrays(found):
-            is_unguarded = view.is_unguarded or isinstance(node, ast.expr)
-            self.accesses[view.parameter].append(_Access(kind, ast.unparse(node), is_unguarded))
-            if self.depth > 1 or kind == "unknown":
-                self.replayed.add(view.parameter)
-
-    # -- functions --
-
-    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
-        """What a function may return for these arguments, after a note of what it does to them."""
-        if hasattr(function, "gufunc_builder"):  # gets writable arrays, of other ranks
-            given = [_inside(x, is_unguarded=True) for x in given]
-        if overloads := self.users_functions(function):
-            return set().union(*[self.read(x, given, named, node) for x in overloads])
-        everything = set().union(*given, *named.values())
-        first = given[0] if given else everything
-        name = _name_of(function, node)
-        own_name = name.rpartition(".")[2]
-        if name == "tid":
-            self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
-        elif own_name == "grid":
-            given_numbers = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, int)]
-            self.n_indices = max([self.n_indices, *given_numbers])
-        self.uses_tiles |= name.startswith(("tile", "untile"))
-        copies_by_default = own_name == "nan_to_num" and len(given) < 2 and "copy" not in named
-        if _UPDATES.search(name):
-            self.note("updates", first, node)
-        elif _STORES.search(name) and not copies_by_default and "copy=True" not in ast.unparse(node):
-            self.note("stores", first, node)
-        elif _VIEWS.search(name):
-            is_of_one = not any(isinstance(x, ast.Tuple) for x in node.args)  # unlike np.nditer((x, out))
-            return _inside(everything, own_name in _UNGUARDED and is_of_one)
-        elif _only_reads(function, name):
-            n_in = getattr(function, "nin", _INPUTS_BEFORE_OUT.get(own_name, len(given)))
-            outs = set().union(*given[n_in:], named.get("out", set()))
-            inputs = {view.parameter for view in _arrays(set().union(*given[:n_in]))}
-            is_update = inputs.intersection(view.parameter for view in _arrays(outs))
-            self.note("updates" if is_update else "stores", outs, node)
-        else:
-            if not isinstance(function, type) and not hasattr(function, "vars"):  # else a type or struct holds them
-                self.note("unknown", everything, node)
-            return _inside(everything)
-        return set()
-
-    def users_functions(self, function: Any) -> list:
-        """The function, if its source is the user's; all of Warp's overloads, as it may choose any.
-
-        Numba calls a plain function by an overload alone, of which this may be no more than the name.
-        """
-        if hasattr(function, "user_overloads"):
-            overloads = *function.user_overloads.values(), *function.user_templates.values()
-            return [] if function.is_builtin() else [function, *overloads]
-        python = _python(function)
-        is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
-        is_users = is_jitted and not _is_stable(python.__module__) and not _is_ufunc(function)
-        return [function] if is_users or isinstance(function, ast.FunctionDef) else []
-
-    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
-        """Read a function of the user's, called with these arguments."""
-        tree = _tree_of(function)
-        everything = set().union(*given, *named.values())
-        parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
-        for parameter, argument in zip(parameters, node.args):
-            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
-                self.note("unknown", self.value(_root(argument)), node)
-        own_code = [getattr(function, x, None) for x in ("native_snippet", "custom_grad_func", "custom_replay_func")]
-        if tree is None or any(own_code):
-            self.has_own_code = True
-            self.replayed |= {view.parameter for view in _arrays(everything)}
-        if tree is None or own_code[0]:  # no source, or C++
-            names = _UNGUARDED.intersection(_names_in(getattr(_python(function), "__code__", _no_code)))
-            text = f"source not found: {_name_of(function, node)}, which names {', '.join(sorted(names))}"
-            self.note("stores" if names else "unknown", everything, ast.Name(text) if names else node)
-            return _inside(everything)
-        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
-        if tree.args.vararg:
-            arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
-        key = function, frozenset((name, frozenset(found)) for name, found in arguments.items())
-        if key not in self.results:
-            self.results[key] = set()  # for a function that calls itself
-            self.results[key] = self.read_body(function, tree, arguments)
-        return self.results[key]
-
-    def read_body(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
-        outer = self.names
-        if tree is not function:  # else it is nested, and sees the variables of the function around it
-            self.names = {}
-            for name, value in _variables_of(_python(function)).items():
-                with contextlib.suppress(TypeError):  # of what has no hash
-                    self.names[name] = {_View(_GLOBAL + name) if _is_device_array(value) else value}
-        self.names = {**self.names, **arguments, "return": set()}
-        self.depth += 1
-        self.run(tree.body if isinstance(tree.body, list) else [ast.Return(tree.body)])
-        self.depth -= 1
-        returned = self.names["return"]
-        self.names = outer
-        return returned
-
-    # -- statements --
-
-    def statement(self, node: Any) -> None:
-        match node:
-            case ast.Assign(targets=targets, value=value):
-                self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
-                for target in targets:
-                    parts, values = _parts(target, value)
-                    found = list(map(self.value, values))  # before any is assigned, as in `a, b = b, a`
-                    for part, found_for_part in zip(parts, found):
-                        self.assign(part, found_for_part, node)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.assign(target, self.value(value), node)
-            case ast.AugAssign(target=target, value=value):
-                self.value(value)
-                self.note("updates", self.place(target), node)
-            case ast.If(test=test):
-                self.tests.append(test)
-                super().statement(node)
-                self.tests.pop()
-            case ast.FunctionDef(name=name):
-                self.names[name] = {node}
-            case ast.Return(value=ast.expr() as value):
-                self.names["return"] = self.names["return"] | self.value(value)
-            case _:
-                super().statement(node)
-
-    def assign(self, target: Any, found: set, node: Any) -> None:
-        match target:
-            case ast.Name(id=name):
-                self.names[name] = found
-            case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                for part in targets:
-                    self.assign(part, _indexed(found, 1), node)
-            case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
-                self.names[name] = self.names.get(name, set()) | _inside(found)
-            case _:
-                is_update = _is_update(target, node.value) or any(_reads(test, target) for test in self.tests)
-                self.note("updates" if is_update else "stores", self.place(target), node)
-
-    def place(self, target: Any) -> set:
-        """The arrays that a target may be, or be a part of."""
-        self.value(target)
-        arrays = set(_arrays(self.value(getattr(target, "value", target))))
-        if not arrays:  # a component of an element, such as x[i][0]
-            arrays = set(_arrays(self.value(_root(target))))
-            self.replayed |= {view.parameter for view in arrays}
-        return arrays
-
-    # -- expressions --
-
-    def value(self, node: Any) -> set:
-        """What an expression may be, but for numbers."""
-        match node:
-            case ast.Name(id=name):
-                return {node.warp_func} if hasattr(node, "warp_func") else self.names.get(name, set())
-            case ast.Attribute(value=owner, attr=name):
-                return set().union(*[_attribute(x, name) for x in self.value(owner)])
-            case ast.Subscript(value=owner, slice=index):
-                self.value(index)
-                found = self.value(owner)
-                kernels = {x for x in found if hasattr(x, "py_func")}  # of `kernel[grid, block, stream]`
-                if kernels and isinstance(index, ast.Tuple) and len(index.elts) < 3:
-                    self.launches_without_stream.append(ast.unparse(node))
-                return kernels | _indexed(found, _count_indices(index))
-            case ast.Call():
-                return self.called(node)
-        found = set().union(*map(self.value, ast.iter_child_nodes(node)))
-        if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
-            return set()
-        if isinstance(node, (ast.IfExp, ast.BoolOp)):
-            return found
-        if not isinstance(node, (ast.Tuple, ast.List)):
-            self.note("unknown", found, node)
-        return _inside(found)
-
-    def called(self, node: ast.Call) -> set:
-        given = [self.value(x) for x in node.args]
-        named = {str(x.arg): self.value(x.value) for x in node.keywords}
-        functions = self.value(node.func) or {None}
-        if isinstance(node.func, ast.Attribute) and (owners := _arrays(self.value(node.func.value))):  # a method
-            given = [set(owners), *given]
-            functions = {getattr(np.ndarray, node.func.attr, None)}
-        if any(isinstance(x, ast.Starred) for x in node.args):
-            functions = {None}
-        return set().union(*[self.call(function, given, named, node) for function in functions])
-
-
-def _arrays(found: Iterable) -> list[_View]:
-    return [x for x in found if isinstance(x, _View)]
-
-
-def _inside(found: Iterable, is_unguarded: bool = False) -> set:
-    """What has these in it, or is a view of them."""
-    return {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
-
-
-def _indexed(found: Iterable, n: int) -> set:
-    """What an index of so many dimensions gives: views of what has more, and nothing for numbers."""
-    return {x._replace(ndim=x.ndim - n) for x in _arrays(found) if x.ndim > n}
-
-
-def _attribute(owner: Any, name: str) -> set:
-    if isinstance(owner, _View):
-        is_fact = name in _FACTS and owner.ndim < math.inf  # else it may be a field of a struct
-        return set() if is_fact else _inside({owner}, name in _UNGUARDED)
-    with contextlib.suppress(Exception):  # of modules that load what is asked for, and of what has no hash
-        return {getattr(owner, name)}
-    return {name}  # Warp has most of its functions by name alone
-
-
-def _count_indices(index: Any) -> int:
-    """How many dimensions an index takes away."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return sum(not isinstance(x, ast.Slice) and getattr(x, "value", 0) not in (..., None) for x in parts)
-
-
-def _root(target: Any) -> Any:
-    while isinstance(target, (ast.Subscript, ast.Attribute)):
-        target = target.value
-    return target
-
-
-def _parts(target: Any, value: Any) -> tuple[list, list]:
-    """What an assignment assigns to, and what it assigns there."""
-    match target, value:
-        case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
-            return targets, values
-    return [target], [value]
-
-
-def _is_update(target: Any, value: Any) -> bool:
-    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = f(x) + y`.
-
-    A value that is chosen is, if what chooses reads the target: `x[i] = y if y > x[i] else x[i]`.
-    """
-    nodes = list(ast.walk(value))
-    calls = [x for x in nodes if isinstance(x, ast.Call)]
-    tests = [x.test for x in nodes if isinstance(x, ast.IfExp)]
-    tests += [x.args[0] for x in calls if re.search(r"\b(where|select)$", ast.unparse(x.func))]
-    if tests:
-        return any(_reads(test, target) for test in tests)
-    operands = [x for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
-    for call in calls:
-        if not re.search(r"(len|ndim|shape|size|_like)$", ast.unparse(call.func)):  # which look at no elements
-            operands += call.args
-    of_whole = ast.unparse(target).removesuffix("[:]").removesuffix("[...]")
-    return _reads(value, target) or any(isinstance(x, ast.Name) and x.id == of_whole for x in operands)
-
-
-def _reads(node: Any, target: Any) -> bool:
-    """Whether an expression reads what an assignment assigns to."""
-    same = [x for x in ast.walk(node) if type(x) is type(target) and _names_of(x) == _names_of(target)]
-    return ast.unparse(target) in map(ast.unparse, same)
-
-
-def _names_of(target: Any) -> str:
-    return getattr(_root(target), "id", "")
-
-
-def _is_device_array(value: Any) -> bool:
-    return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-
-
-def _is_ufunc(function: Any) -> bool:
-    return hasattr(function, "nin") and not hasattr(function, "gufunc_builder")
-
-
-def _only_reads(function: Any, name: str) -> bool:
-    """Whether this is a function of Python's, NumPy's or Warp's that changes no array but what it gets as `out`."""
-    if isinstance(function, str) or hasattr(function, "native_func"):  # Warp's
-        return bool(_WARP_READS.search(name))
-    module = str(getattr(getattr(function, "__objclass__", function), "__module__", None))
-    return _is_ufunc(function) or (_is_stable(module) and not module.startswith("numba"))
-
-
-def _name_of(function: Any, node: Any) -> str:
-    """`atomic.add`, `fill_diagonal`: its own name, which for Warp is a key; of what is unknown, that in the code."""
-    for name in (function, getattr(function, "key", None), getattr(function, "__qualname__", None)):
-        if isinstance(name, str):
-            return name
-    return ast.unparse(getattr(node, "func", node))
-
-
-_no_code = compile("", "", "exec")
-
-
-def _tree_of(function: Any) -> Any:
-    """The syntax tree of a function; None where there is no source that is its own."""
-    if isinstance(function, ast.AST):  # a def in a kernel
-        return function
-    if hasattr(function, "adj"):  # Warp keeps it
-        return function.adj.tree.body[0]
-    code = getattr(_python(function), "__code__", None)
-    return _trees_of(code.co_filename, "".join(linecache.getlines(code.co_filename))).get(code) if code else None
-
-
-@functools.lru_cache(maxsize=8)
-def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
-    """The syntax tree of each function in a file, by what it compiles to; not of lambdas that share a line."""
-    trees = {}
-    nodes = collections.defaultdict(list)
-    with contextlib.suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-                first_line = [*getattr(node, "decorator_list", ()), node][0].lineno
-                nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
-        codes = [compile(text, file, "exec", dont_inherit=True)]
-        for code in codes:  # which grows
-            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            found = nodes[code.co_firstlineno, code.co_name]
-            if len(found) == 1:
-                trees[code] = found[0]
-    return trees
+        return map(export.DisabledSafetyCheck.custom_call, sorted(_REGISTRY.exportable_names))
 
 
 # ======================================================================================================
@@ -1131,7 +843,7 @@ def _is_spec(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)  # the class np.float32 has both
 
 
-def _show(spec: Any) -> str:
+def _format_spec(spec: Any) -> str:
     """A spec as people write it: float32[3,4]."""
     if not _is_spec(spec):
         return str(spec)
@@ -1139,15 +851,15 @@ def _show(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-def _flatten(tree: Any) -> tuple[list, Any]:
+def _flatten_specs(tree: Any) -> tuple[list, Any]:
     """The specs of a pytree, in JAX's order, and its structure."""
     leaves, structure = jax.tree.flatten(tree, lambda x: hasattr(x, "aval") or _is_spec(x))
     return [getattr(x, "aval", x) for x in leaves], structure  # arrays and symbolic values have one
 
 
-def _has_dicts(structure: Any) -> bool:
+def _contains_dict(structure: Any) -> bool:
     node = structure.node_data()  # None of a leaf
-    return node and (issubclass(node[0], Mapping) or any(map(_has_dicts, structure.children())))
+    return node and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
 
 
 def _check_dtype(dtype: Any, what: str) -> None:
@@ -1155,22 +867,22 @@ def _check_dtype(dtype: Any, what: str) -> None:
         raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
 
 
-def _flat_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
+def _normalize_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
     """The leaves of a pytree of declared specs as ShapeDtypeStructs, and its structure.
 
     With `ins` they get the dtypes that JAX allows beside these inputs.
     """
     if specs is None:
         raise TypeError(f"{what} is missing: give specs, such as outs=lambda x: x; for none, () and has_side_effect")
-    leaves, tree = _flatten(specs)
+    leaves, tree = _flatten_specs(specs)
     declared = []
     for i, leaf in enumerate(leaves):
         name = f"{what}[{i}]" if len(leaves) > 1 else what
-        declared.append(_declared_spec(leaf, name, ins))
+        declared.append(_normalize_spec(leaf, name, ins))
     return declared, tree
 
 
-def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
+def _normalize_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     if not _is_spec(x):
         raise TypeError(
             f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
@@ -1191,13 +903,13 @@ def _declared_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
     if allowed != dtype:
         warnings.warn(
             f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set",
-            skip_file_prefixes=_FILES_BEFORE_THE_USERS,
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
     return Spec(shape, allowed)
 
 
 # CPython 3.12 and 3.13 take no whole name for a prefix, so this file's lacks the last letter.
-_FILES_BEFORE_THE_USERS = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
+_INTERNAL_FILE_PREFIXES = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
 def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
@@ -1218,7 +930,7 @@ _INPUT_TYPES: set[type] = {bool, int, float, complex}
 _PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
-def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
+def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
     """The inputs as JAX can take them, and whether one of them is being traced."""
     is_traced = False
     inputs = list(args)
@@ -1233,11 +945,11 @@ def _as_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tu
         if isinstance(x, jax.core.Tracer):
             is_traced = True
         else:
-            inputs[i] = _as_input(x, name)
+            inputs[i] = _convert_input(x, name)
     return inputs, is_traced
 
 
-def _as_input(x: Any, name: str) -> Any:
+def _convert_input(x: Any, name: str) -> Any:
     """An array of another library becomes one of JAX's, which shares its memory."""
     with contextlib.suppress(TypeError):
         jax.typeof(x)
@@ -1261,7 +973,7 @@ def _call_with_specs(option: Callable, what: str, *specs: Any) -> Any:
     try:
         return option(*specs)
     except (AttributeError, IndexError, TypeError) as error:
-        shown = ", ".join(map(_show, specs))
+        shown = ", ".join(map(_format_spec, specs))
         raise TypeError(f"{what} of ({shown}): {error}: {_GETS_SPECS}") from error
 
 
@@ -1272,11 +984,11 @@ _GETS_SPECS = (
 )
 
 
-def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
+def _check_call_signature(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join([*map(_show, args), *map("{}=".format, params)])
+        shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
         fix = "" if args else ", or pass what it lacks to op(...) by name"  # a generator gets params alone
         raise TypeError(
             f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each{fix}"
@@ -1294,19 +1006,19 @@ def _check_takes(signature: inspect.Signature, what: str, args: Sequence, params
 
 # -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
 # An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
-# number; a `_Call` has aliases by number.
+# number; a `_CallParams` has aliases by number.
 # Only the results of a kernel are results of the primitive.  XLA's custom call has more outputs: scratch.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _CallParams:
     """The parameter of the primitive: the buffers of one slice, what runs it once that is found, and the batch."""
 
     ins: tuple[Spec, ...]
     outs: tuple[Spec, ...]  # the results, then scratch
     n_results: int
     aliases: tuple[tuple[int, int], ...]
-    zeroed: tuple[int, ...]  # the outputs that start from zeros
+    zeroed: tuple[int, ...]  # the buffers in `outs` that start from zeros
     has_side_effect: bool
     target: Any = None
     batch: tuple[int, ...] = ()  # the dimension that each `vmap` has added in front, the last one's first
@@ -1327,7 +1039,7 @@ def _batch_axes(specs: Iterable[Iterable[Any]]) -> list:
     return [next(filter(None, axes), None) for axes in specs]
 
 
-def _call_abstract_eval(*ins: Any, call: _Call) -> tuple:
+def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
     results = call.outs[: call.n_results]
     avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, split) for out in results]
@@ -1341,14 +1053,14 @@ def _platforms(ctx: Any) -> Sequence[str]:
     return ctx.platforms or ctx.module_context.platforms
 
 
-def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
+def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
     n_devices = _devices_to_split_over(ctx)
     if call.has_side_effect and n_devices > 1:
         raise NotImplementedError(
             f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
             "call it in a jax.shard_map over all axes of the mesh"
         )
-    if call.target.runs_nothing or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
+    if call.target.is_noop or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
         return _lower_to_starts(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
     is_known = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # as Shardy's rules want
@@ -1369,14 +1081,14 @@ def _call_lowering(ctx: Any, *operands: Any, call: _Call) -> Any:
 
 
 def _lower_to_custom_call(
-    ctx: Any, operands: Any, call: _Call, ins: Sequence, outs: Sequence, **attributes: Any
+    ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
     """The results of the custom call.
 
     An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     """
     platform, *_ = _platforms(ctx)  # cpu and cuda have rules of their own, and no other has kernels
-    target = call.target.lowered(platform, bool(call.batch))
+    target = call.target.registered_for(platform, bool(call.batch))
     # A fusion with what makes an aliased operand could not work in its memory: `kernel(v.at[i].set(2.0), i)` in a loop
     # over 20 MB took 1,400 us a step for 1 (CPU, jax 0.12).  GPUs gain nothing, and would copy slices that are fused.
     if platform == "cpu" and call.aliases:
@@ -1412,7 +1124,7 @@ def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]
     return _lower(start, ctx, operands)
 
 
-def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
+def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
     """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     sizes = [1 if dim is None else size for dim in dims]
@@ -1423,7 +1135,7 @@ def _call_batching(args: Any, dims: Any, *, call: _Call) -> Any:
     return batched.bind([*ins]), [0] * call.n_results
 
 
-def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _Call) -> tuple:
+def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(
             f"{call.target.title} has no (further) derivative: {call.target.derivative}use jax.custom_vjp for grad, "
@@ -1434,7 +1146,7 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _Call) -> tuple:
     return results, list(map(_zero_tangent, results))
 
 
-def _call_transpose(cts: Sequence, *operands: Any, call: _Call) -> list:
+def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
     raise NotImplementedError(
         f"{call.target.title} cannot be transposed, as grad of a jax.custom_jvp does where its rule calls this with "
         "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
@@ -1472,7 +1184,7 @@ for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a prog
 # The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
 
 
-def _lower_to_split_call(ctx: Any, operands: Any, call: _Call, outs: Sequence, n_split: int) -> Any:
+def _lower_to_split_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_split: int) -> Any:
     """The results of a call of which XLA may split the first `n_split` dimensions of the batch."""
     batch = call.batch
     depth = len(batch)
@@ -1548,7 +1260,7 @@ def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_co
 def _parameters(kernel: Any) -> tuple[str, ...]:
     """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
     with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(_python(kernel)).parameters.values()
+        parameters = inspect.signature(_py_func(kernel)).parameters.values()
         named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
         return tuple(x.name for x in named)
     return ()
@@ -1565,7 +1277,7 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
-def _ready_kind(kernel: Any) -> str | None:
+def _decorated_backend(kernel: Any) -> str | None:
     """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
     for cls in type(kernel).__mro__:
         package = str(cls.__module__).partition(".")[0]
@@ -1575,8 +1287,8 @@ def _ready_kind(kernel: Any) -> str | None:
     return "wrapper" if isinstance(kernel, _Wrapper) else None
 
 
-def _wrong_kernel(user: str, takes: str, kernel: Any) -> TypeError:
-    kind = _ready_kind(kernel)
+def _unsupported_kernel_error(user: str, takes: str, kernel: Any) -> TypeError:
+    kind = _decorated_backend(kernel)
     name = type(kernel).__name__
     hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else _WAYS_OUT.get(name, "")
     return TypeError(f"{user} takes {takes}; got {name} {kernel!r}{hint}")
@@ -1613,7 +1325,7 @@ class _Options:
         if self.vmap_method not in _VMAP_METHODS:
             raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
         if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
-            _flat_specs(self.outs, "outs")
+            _normalize_specs(self.outs, "outs")
         self.scratch = () if self.scratch is None else self.scratch
         self.input_output_aliases = dict(self.input_output_aliases or {})
         self.in_out_argnames = _as_list(self.in_out_argnames)
@@ -1635,7 +1347,7 @@ def _as_list(names: Any) -> Collection:
     return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
-def _wrap(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
+def _make_wrapper(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
     """The wrapper that a public function returns; a decorator if the kernel is None."""
     if kernel is None:
         return functools.partial(make_wrapper, options=options)
@@ -1651,7 +1363,7 @@ class _BoundedCache(dict):
         return self.setdefault(key, value)
 
 
-class _ByName:
+class _PickledByReference:
     """What is itself in copies, and in pickles its variable of a module that other processes import, too."""
 
     title: str  # for errors
@@ -1688,23 +1400,22 @@ def _loaded(data: bytes) -> Any:
 # -- 5.4 The wrapper -----------------------------------------------------------------------------------
 
 
-class _Wrapper(_ByName):
+class _Wrapper(_PickledByReference):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
-    there is a device of the platform (Warp in `_WarpTarget.lowered`).  It may override `__call__`, `_leaves`, and the
-    small methods that name parameters or look at options.
+    there is a device of the platform (Warp in `_WarpTarget.registered_for`).  It may override `__call__` and `_leaves`,
+    and the small methods that name parameters or look at options.
     """
 
     decorator: str  # the public function that made it, for error messages
-    instead_of_writing = "change a copy (y = {0}.copy()), or name {0!r} in in_out_argnames"
-    _find_target: Callable[[_Call], _Target]
+    _find_target: Callable[[_CallParams], _Target]
 
     def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel) if parameters is None else parameters
-        functools.update_wrapper(self, _python(kernel), updated=())
+        functools.update_wrapper(self, _py_func(kernel), updated=())
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__wrapped__ = kernel
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
@@ -1742,7 +1453,7 @@ class _Wrapper(_ByName):
     def _call_inputs(self, args: Sequence) -> Any:
         is_traced = False
         if not _INPUT_TYPES.issuperset(map(type, args)):
-            args, is_traced = _as_inputs(args, self.title, self.parameters)
+            args, is_traced = _convert_inputs(args, self.title, self.parameters)
         return self._trace(*args) if is_traced else self._jitted(*args)
 
     def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -1773,8 +1484,8 @@ class _Wrapper(_ByName):
 
     def _specs(self, what: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
         """The specs that an option gives for these inputs, in the order of the kernel's parameters."""
-        specs, tree = _flat_specs(self._for_inputs(what, ins), f"{self.title}: {what}", ins)
-        if _has_dicts(tree):
+        specs, tree = _normalize_specs(self._for_inputs(what, ins), f"{self.title}: {what}", ins)
+        if _contains_dict(tree):
             raise TypeError(f"{self.title}: {what} is a dict, whose keys JAX sorts: give a tuple, or a NamedTuple")
         if what == "outs" and not specs and not self.options.has_side_effect:
             raise ValueError(f"{self.title} has no outputs, so JAX would never run it: say has_side_effect=True")
@@ -1783,13 +1494,13 @@ class _Wrapper(_ByName):
     def _leaves(self, outs: list[Spec], *args: Any) -> list:
         return self._resolve(_input_specs(args), outs).bind(args)
 
-    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _Call:
+    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
         """The call with these inputs and declared outputs, and what runs it."""
         scratch, _ = self._specs("scratch", ins)
-        aliases = self._numbered_aliases(ins, outs)
-        zeroed = set(range(len(outs))) - set(aliases.values()) if self.options.zero_outputs else ()
+        aliases = self._resolve_aliases(ins, outs)
         buffers = tuple(ins), (*outs, *scratch), len(outs)
-        call = _Call(*buffers, tuple(aliases.items()), tuple(sorted(zeroed)), self.options.has_side_effect)
+        zeroed = set() if self.options.zero_outputs is False else {*range(len(buffers[1]))} - {*aliases.values()}
+        call = _CallParams(*buffers, tuple(aliases.items()), tuple(sorted(zeroed)), self.options.has_side_effect)
         return dataclasses.replace(call, target=self._find_target(call))
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
@@ -1799,10 +1510,10 @@ class _Wrapper(_ByName):
             return option
         return _call_with_specs(option, f"{self.title}: {what}", *ins)
 
-    def _numbered_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
+    def _resolve_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
-        inputs = dict(enumerate(map(_show, ins)))
-        outputs = dict(enumerate(map(_show, outs)))
+        inputs = dict(enumerate(map(_format_spec, ins)))
+        outputs = dict(enumerate(map(_format_spec, outs)))
         aliases: dict[int, int] = {}
         for key, j in [*self.options.input_output_aliases.items(), *zip(self.in_outs, itertools.count())]:
             i = self._input_number(key, len(ins))
@@ -1827,79 +1538,40 @@ class _Wrapper(_ByName):
             )
         return names.index(key)
 
-    def _check_accesses(self, call: _Call, source: _Source, buffers: Mapping[str, int], is_guarded: bool) -> None:
-        """Raise if the source writes to an input, or starts from what happens to be in the memory of an output.
-
-        `buffers` has the buffer of each array parameter.  `is_guarded` says that the compiler refuses the writes to
-        inputs that it sees.
-        """
-        n_in = len(call.ins)
-        aliases = dict(call.aliases)
-        starts = {*aliases.values(), *call.zeroed}
-        for name, k in buffers.items():
-            accesses = source.accesses[name]
-            if k < n_in and k not in aliases:
-                unguarded = [x for x in accesses if x.is_unguarded and x.kind != "unknown"]
-                self._check_input(name, unguarded if is_guarded else accesses)
-            elif k >= n_in and k - n_in not in starts and self.options.zero_outputs is not False:
-                self._check_output(name, accesses)
-
-    def _check_input(self, name: str, writes: Sequence[_Access]) -> None:
-        if not writes:
-            return
-        does = "may write" if writes[0].kind == "unknown" else "writes"
-        raise TypeError(
-            f"{self.title} {does} to its input {name!r} by `{writes[0].text:.80}`, and JAX may share inputs: write to "
-            f"an output, {self.instead_of_writing.format(name)}"
-        )
-
-    def _check_output(self, name: str, accesses: Sequence[_Access]) -> None:
-        if any(access.kind != "updates" for access in accesses):
-            return
-        problem = f"never stores to {name!r}; `{name}[...] = x` would, where `{name} = x` only gives it another meaning"
-        if accesses:
-            problem = f"only updates {name!r}, as in `{accesses[0].text:.80}`, from what happens to be in its memory"
-        raise TypeError(
-            f"{self.title} {problem}: say zero_outputs=True (make scratch an output for that), or start it from an "
-            "input by in_out_argnames or input_output_aliases (zero_outputs=False, if it does store there before)"
-        )
-
-    def _check_indices(self, launch: str, n: int, n_indices: int, function: str) -> None:
-        """Raise if a launch has other dimensions than the kernel asks an index of."""
-        if n != n_indices:
-            raise ValueError(
-                f"{self.title}: {launch} is for {n} indices, but {function} gives {n_indices}: threads would repeat, "
-                "or an index stay 0; launch_dims has a number for each index, and none for the elements of vectors"
-            )
-
-    def _check_dtypes(self, call: _Call, allowed: frozenset[str], refused: str) -> None:
+    def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], refused: str) -> None:
         for what, specs in (("input", call.ins), ("output", call.outs)):  # scratch too
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     raise TypeError(
-                        f"{self.title}: {what} {i} is {_show(spec)}, a dtype {refused}; cast it, and the result back: "
+                        f"{self.title}: {what} {i} is {_format_spec(spec)}, a dtype {refused}; cast it, and the "
+                        "result back: "
                         "f(x.astype(jnp.float32)).astype(x.dtype)"
                     )
+
+
+def _never_stored_error(title: str, name: str, store: str, returns: str = "") -> TypeError:
+    """Return the error for an output, or an in-out argument, to which a kernel never stores."""
+    fix = f"Write `{store}`"
+    if returns:
+        fix += f", or remove the parameter {name!r} and {returns}"
+    return TypeError(
+        f"{title} never stores to {name!r}. `{name} = ...` only creates a local variable. {fix}. "
+        "If zeros are what you want, set zero_outputs=True."
+    )
 
 
 # ======================================================================================================
 # 6. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, written in LLVM.
 #
-# XLA calls `handler` with the buffers of a call.  The dimensions of a batch come before those of the kernel; a buffer
-# that is the same for all slices has the size 1 there (size 1 broadcasts).
-#   1. `handler` writes what outputs start from.  Without a batch it runs the kernel at once.
-#   2. `slices(frame, cursors, count)` runs the kernel on `count` slices.  A cursor knows where a buffer's slice is, and
-#      how far it is to the next one.
-# Both are compiled for each signature.  What all handlers have in common is compiled once per process, in `_Driver`:
-#   3. `drive` finds the slices of a batch, and the inner loops: slices that are one step apart in every buffer, as in
-#      NumPy's ufuncs.
-#   4. `run` runs a range of slices, one inner loop after another.
-#   5. Two estimates say whether threads pay: what the last call of the kernel noted, if its slices were as large; else
-#      `probe` measures, while it runs more and more slices on this thread.
-#   6. XLA's threads and this one `share` slices: each takes chunk after chunk until none is left.
-# One of the slices that fail, not always the first, gives the call its error; nobody takes a chunk after that.
-# Relies on sections 2 and 3, 8.3 for GPUs, Numba, llvmlite, and the C API of CPython.  The emitter of a backend writes
-# what runs one slice.
+# XLA calls `handler` with the buffers of a call.  Batch dimensions come before the dimensions of the kernel.  If all
+# slices share a buffer, these dimensions have size 1, which broadcasts, or are left out (5.2).
+#   1. `handler` initializes aliased and zeroed outputs.  Without a batch it calls `inner_loop` for the one slice.
+#   2. `inner_loop(frame, buffers, count)` calls the kernel for `count` slices.  Each buffer has a pointer to its first
+#      slice, and a step to the next one, as in the inner loops of NumPy's ufuncs.
+# Both are compiled for each signature.  The emitter of a backend writes the part of `inner_loop` that runs one slice.
+#   3. `run_batch` runs a call with a batch.  It splits the batch into inner loops, and chooses the threads that run
+#      them.  This is the batch scheduler (6.4), which is compiled once per process.
+# Relies on sections 2 and 3, 9.3 for GPUs, Numba, llvmlite, and the C API of CPython.
 # From inside XLA, Numba and the C library:
 # - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where it loses an alias
 #   (test_what_starts_with_an_input_does_where_xla_lost_the_alias)
@@ -1910,8 +1582,7 @@ class _Wrapper(_ByName):
 # One slice: its buffers and their dimensions.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Signature:
+class _Signature(NamedTuple):
     """The buffers that a handler expects, inputs then outputs, as the kernel sees them (without batch)."""
 
     label: str
@@ -1919,7 +1590,7 @@ class _Signature:
     dtypes: tuple[np.dtype, ...]
     ranks: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...] = ()  # (input, the output that starts with it)
-    zeroed: tuple[int, ...] = ()  # the outputs that start from zeros
+    zeroed: tuple[int, ...] = ()  # the outputs and scratch buffers that start from zeros
 
     def __str__(self) -> str:
         shown = []
@@ -1927,11 +1598,10 @@ class _Signature:
             shown.append(f"{dtype.name}[{','.join(':' * rank)}]")
         parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
         parts += [f"output {j} starts as input {i}" for i, j in self.aliases]
-        parts += [f"output {j} starts as zeros" for j in self.zeroed]
         return "; ".join(parts)
 
 
-class _Array(NamedTuple):
+class _SliceArray(NamedTuple):
     """One buffer of a slice, in row-major order: its address, the kernel's dimensions and the size of an element."""
 
     pointer: Any
@@ -1954,13 +1624,13 @@ class _Emitter:
 
     Handlers of equal signature and `code_key` share their code, which the first one's `write` has written.  So it holds
     no address: what differs between kernels, `entry`, `report` and `lock`, it loads from the memory of each handler,
-    `handler.kernel`.  Where `code_key` is None, addresses may be constants.
+    `handler.data`.  Where `code_key` is None, addresses may be constants.
 
     `in_order` is about the slices of one call: False lets several threads run them at once.  `lock` is about all calls:
     while one holds it, no slices run of any other kernel with that lock, in any copy of this file.
 
-    `write` writes a part of the C function `slices(frame, cursors, count)`, in which `handler.frame`, `.cursors` and
-    `.count` are its arguments: `_Handler` sets them before, and `frame` again for the function `handler`.
+    `write` writes a part of the C function `inner_loop(frame, buffers, count)`, in which `handler.frame`, `.buffers`
+    and `.count` are its arguments: `_Handler` sets them before, and `frame` again for the function `handler`.
     """
 
     traits = 0
@@ -1968,7 +1638,7 @@ class _Emitter:
     in_order = True  # slices run one after another, on the thread that XLA calls from
     starts_threads = False  # of its own, which inherit how the thread that starts them computes with floats
     libcuda: _LibCuda | None = None  # where the buffers lie in a GPU's memory
-    entry = report = 0  # addresses that go to `_Kernel`, as several kernels share the code
+    entry = report = 0  # addresses that go to `_HandlerData`, as several kernels share the code
     code_key: Any = None  # handlers of equal signature and key share their code; None: not shared
     # Writes what is done once for a call, and under `with handler.each_slice() as arrays` what runs one slice.
     write: Callable[[_Handler], None]
@@ -1979,20 +1649,20 @@ class _Emitter:
 # C function: it is called once, with words that stand for the arguments, and writes an instruction for each operation.
 
 
-class _Word:
+class _Int64:
     """A 64-bit integer or address in the code that is being written; Python's operators write instructions."""
 
-    def __init__(self, code: _Code, value: Any) -> None:
+    def __init__(self, code: _IRBuilder, value: Any) -> None:
         self.code = code
         self.value = value
 
-    def _calculate(self, operation: str, other: Any) -> _Word:
+    def _calculate(self, operation: str, other: Any) -> _Int64:
         operands = self.value, self.code.value(other)
-        return _Word(self.code, getattr(self.code.builder, operation)(*operands))
+        return _Int64(self.code, getattr(self.code.builder, operation)(*operands))
 
-    def _compare(self, relation: str, other: Any) -> _Word:
+    def _compare(self, relation: str, other: Any) -> _Int64:
         bit = self.code.builder.icmp_signed(relation, self.value, self.code.value(other))
-        return _Word(self.code, self.code.builder.zext(bit, self.code.i64))
+        return _Int64(self.code, self.code.builder.zext(bit, self.code.i64))
 
     __add__ = __radd__ = functools.partialmethod(_calculate, "add")
     __sub__ = functools.partialmethod(_calculate, "sub")
@@ -2008,31 +1678,37 @@ class _Word:
     __ne__ = functools.partialmethod(_compare, "!=")  # type: ignore[assignment]
 
 
-class _Struct(_Word):
+class _StructPointer(_Int64):
     """The address of a C struct: to read a field loads it, to set one stores it; an index finds one in an array."""
 
-    def __init__(self, code: _Code, kind: Any, address: Any) -> None:
+    def __init__(self, code: _IRBuilder, kind: Any, address: Any) -> None:
         vars(self).update(code=code, kind=kind, value=code.value(address))
 
-    def __getitem__(self, index: Any) -> _Struct:
-        return _Struct(self.code, self.kind, self + index * ctypes.sizeof(self.kind))
+    def __getitem__(self, index: Any) -> _StructPointer:
+        return _StructPointer(self.code, self.kind, self + index * ctypes.sizeof(self.kind))
 
-    def address_of(self, field: str) -> _Word:
+    def address_of(self, field: str) -> _Int64:
         return self + getattr(self.kind, field).offset
 
     def __getattr__(self, field: str) -> Any:
         kind = dict(self.kind._fields_)[field]
         address = self.address_of(field)
         if issubclass(kind, ctypes.Structure):
-            return _Struct(self.code, kind, address)
+            return _StructPointer(self.code, kind, address)
         word = self.code.load(address, ctypes.sizeof(kind))
-        return _Struct(self.code, kind._type_, word) if issubclass(kind, ctypes._Pointer) else word
+        return _StructPointer(self.code, kind._type_, word) if issubclass(kind, ctypes._Pointer) else word
 
     def __setattr__(self, field: str, value: Any) -> None:
         self.code.store(value, self.address_of(field), getattr(self.kind, field).size)
 
 
-class _Code:
+class _Variable(ctypes.Structure):
+    """A variable on the stack."""
+
+    _fields_ = (("current", _I64),)
+
+
+class _IRBuilder:
     """An LLVM module that is being written, and the tools to write with; not optimized, which saves 40 ms a kernel."""
 
     def __init__(self) -> None:
@@ -2052,15 +1728,20 @@ class _Code:
 
     # -- functions --
 
-    def define(self, name: str, body: Callable[..., Any]) -> None:
-        """Write a C function that takes integers and addresses, as `body` does, and returns one."""
-        parameters = inspect.signature(body).parameters
+    def define(self, name: str, body: Callable[..., Any], *parameters: Any) -> None:
+        """Write a C function, which returns an integer or an address.
+
+        Args:
+          name: the name of the C function.
+          body: a function that writes the instructions.  It gets a `_Int64` or `_StructPointer` for each parameter.
+          parameters: the type of each parameter: `_I64`, or a struct for a pointer to such a struct.
+        """
         function = self.ir.Function(self.module, self._function_type(len(parameters)), name)
         self.builder = self.ir.IRBuilder(function.append_basic_block())
-        arguments = []
-        for parameter, value in zip(parameters, function.args, strict=True):
-            kind = _STRUCT_PARAMETERS.get(parameter, _I64)
-            arguments.append(_Struct(self, kind, _Word(self, value)))
+        arguments: list[_Int64] = []
+        for kind, value in zip(parameters, function.args, strict=True):
+            word = _Int64(self, value)
+            arguments.append(word if kind is _I64 else _StructPointer(self, kind, word))
         result = body(*arguments)
         if result is not None:  # None: the body has returned already
             self.ret(result)
@@ -2071,15 +1752,15 @@ class _Code:
         module.verify()
         return self.machine.emit_object(module)
 
-    def call(self, function: Any, *args: Any) -> _Word:
+    def call(self, function: Any, *args: Any) -> _Int64:
         """Call a function, as `value` takes it, with words; it returns one."""
         pointer = self.builder.inttoptr(self.value(function), self._function_type(len(args)).as_pointer())
-        return _Word(self, self.builder.call(pointer, [self.value(x) for x in args]))
+        return _Int64(self, self.builder.call(pointer, [self.value(x) for x in args]))
 
     def _function_type(self, n_parameters: int) -> Any:
         return self.ir.FunctionType(self.i64, [self.i64] * n_parameters)
 
-    def api(self, frame: Any, name: str, args: Any) -> _Word:
+    def api(self, frame: Any, name: str, args: Any) -> _Int64:
         """Call a function of XLA's API table; it gives an XLA_FFI_Error* or 0."""
         return self.call(getattr(frame.api, f"XLA_FFI_{name}"), args)
 
@@ -2090,7 +1771,7 @@ class _Code:
 
         The name is of a function of this module, or of CPython or the C library, where it is found on loading.
         """
-        if isinstance(x, _Word):
+        if isinstance(x, _Int64):
             return x.value
         if isinstance(x, str):
             return self.cgutils.get_or_insert_function(self.module, self._function_type(0), x).ptrtoint(self.i64)
@@ -2100,9 +1781,9 @@ class _Code:
         """LLVM's pointer to an integer of so many bytes."""
         return self.builder.inttoptr(self.value(address), self.ir.IntType(8 * size).as_pointer())
 
-    def load(self, address: Any, size: int = 8) -> _Word:
+    def load(self, address: Any, size: int = 8) -> _Int64:
         value = self.builder.load(self.pointer(address, size))
-        return _Word(self, value if size == 8 else self.builder.sext(value, self.i64))
+        return _Int64(self, value if size == 8 else self.builder.sext(value, self.i64))
 
     def store(self, value: Any, address: Any, size: int = 8) -> None:
         value = self.value(value)
@@ -2113,7 +1794,7 @@ class _Code:
     def copy_bytes(self, target: Any, source: Any, nbytes: Any) -> None:
         self.cgutils.raw_memcpy(self.builder, self.pointer(target), self.pointer(source), self.value(nbytes), 1)
 
-    def alloca(self, kind: Any, count: Any = 1) -> _Struct:
+    def alloca(self, kind: Any, count: Any = 1) -> _StructPointer:
         """So many structs or words on the stack; a constant count is allocated once, in the entry block."""
         words = count * (ctypes.sizeof(kind) // 8)
         if isinstance(words, int):
@@ -2121,15 +1802,15 @@ class _Code:
                 memory = self.builder.alloca(self.i64, words)
         else:
             memory = self.builder.alloca(self.i64, words.value)
-        return _Struct(self, kind, _Word(self, self.builder.ptrtoint(memory, self.i64)))
+        return _StructPointer(self, kind, _Int64(self, self.builder.ptrtoint(memory, self.i64)))
 
-    def variable(self, start: Any) -> _Struct:
+    def variable(self, start: Any) -> _StructPointer:
         """A word on the stack, `.current`, for what a loop changes."""
         variable = self.alloca(_Variable)
         variable.current = start
         return variable
 
-    def array(self, values: Sequence[Any]) -> _Word:
+    def array(self, values: Sequence[Any]) -> _Int64:
         """The address of these words in a row on the stack."""
         first = self.alloca(_I64, len(values))
         for i, value in enumerate(values):
@@ -2145,38 +1826,38 @@ class _Code:
             setattr(struct, name, value)
         return struct
 
-    def atomic(self, operation: str, address: Any, value: Any) -> _Word:
+    def atomic(self, operation: str, address: Any, value: Any) -> _Int64:
         """LLVM's atomic "add", "sub" or "xchg" of a word: returns what it was."""
-        return _Word(self, self.builder.atomic_rmw(operation, self.pointer(address, 8), self.value(value), "seq_cst"))
+        return _Int64(self, self.builder.atomic_rmw(operation, self.pointer(address, 8), self.value(value), "seq_cst"))
 
     # -- control flow --
 
     def ret(self, value: Any, when: Any = True) -> None:
         """Return from the function."""
-        with self.when(when):
+        with self.if_(when):
             self.builder.ret(self.value(value))
 
-    def when(self, condition: Any, likely: bool | None = None) -> Any:
-        """What stands under `with code.when(condition)` runs if that is not 0."""
+    def if_(self, condition: Any, likely: bool | None = None) -> Any:
+        """What stands under `with code.if_(condition)` runs if that is not 0."""
         if condition is True:
             return contextlib.nullcontext()
         return self.builder.if_then(self._is_true(condition), likely)
 
-    def select(self, condition: Any, yes: Any, no: Any) -> _Word:
+    def select(self, condition: Any, yes: Any, no: Any) -> _Int64:
         """One of two words (LLVM's select): both are computed."""
         words = self.value(yes), self.value(no)
-        return _Word(self, self.builder.select(self._is_true(condition), *words))
+        return _Int64(self, self.builder.select(self._is_true(condition), *words))
 
     def _is_true(self, condition: Any) -> Any:
         return self.builder.icmp_signed("!=", self.value(condition), self.value(0))
 
-    def minimum(self, first: Any, second: Any) -> _Word:
+    def minimum(self, first: Any, second: Any) -> _Int64:
         return self.select(first < second, first, second)
 
     @contextlib.contextmanager
-    def loop(self, count: Any) -> Iterator[_Word]:
+    def loop(self, count: Any) -> Iterator[_Int64]:
         with self.cgutils.for_range(self.builder, self.value(count)) as loop:
-            yield _Word(self, loop.index)
+            yield _Int64(self, loop.index)
 
     @contextlib.contextmanager
     def forever(self) -> Iterator[None]:
@@ -2189,8 +1870,8 @@ class _Code:
 
 
 # -- 6.3 Machine code: made and loaded -----------------------------------------------------------------
-# Object code has no address of a kernel in it: what differs between kernels is written into its memory (`_Kernel`).  So
-# the code of a handler is compiled once for each signature, and loaded again for each kernel: 1.5 ms instead of 8.
+# Object code has no address of a kernel in it: what differs between kernels is in its memory (`_HandlerData`).  So the
+# code of a handler is compiled once for each signature, and loaded again for each kernel: 1.5 ms instead of 8.
 
 
 def _target_machine() -> Any:
@@ -2215,103 +1896,199 @@ def _load_code(code: bytes) -> Any:
     return engine
 
 
-# -- 6.4 The driver: which slices, and on which threads ------------------------------------------------
-# XLA's table of functions and its threads.  Does not know dtypes, nor what a slice does.
+# -- 6.4 The batch scheduler: which slices run, and on which threads -----------------------------------
+# Machine code that all handlers share.  It loops over the slices of a batch, and lets XLA's thread pool run them in
+# parallel if that pays off.  It does not depend on dtypes, nor on the kernel: a handler's `inner_loop` runs the slices.
+# Indented functions are called by the function above them:
+#
+#     handler (6.5)
+#         run_batch                         computes strides and inner loops, and chooses one of three ways:
+#             run_range                     on this thread: for one slice, or if the slices must run in order
+#             run_parallel                  on several threads: if an earlier call showed that this pays off
+#                 worker_loop               on each thread: claims chunks of slices and runs them
+#                     run_range
+#             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
+#                 run_range, run_parallel
+#     run_range
+#         inner_loop (6.5)                  calls the kernel for consecutive slices
+#
+# Batch dimensions broadcast as in NumPy.  Let each buffer b be a C-contiguous array whose elements are slices, so that
+# b.itemsize is the size of a slice in bytes.  Then strides and inner loops are computed as follows:
+#
+#     shape = np.broadcast_shapes(*[b.shape for b in buffers])         # of the batch
+#     count = math.prod(shape)
+#     strides = [np.broadcast_to(b, shape).strides for b in buffers]   # in bytes; 0 where the size 1 broadcasts
+#     if all(b.size in (1, count) for b in buffers):                   # a single inner loop runs the whole batch
+#         inner_count, steps = count, [0 if b.size == 1 else b.itemsize for b in buffers]
+#     else:                                                            # inner loops run along the last dimension
+#         inner_count, steps = shape[-1], [s[-1] for s in strides]
+#     for i in range(0, count, inner_count): inner_loop([pointer to slice i of b for b in buffers], steps, inner_count)
 
 
-_Variable = _words("current")
+class _BatchedBuffer(ctypes.Structure):
+    """An input or output of a call: the address of one slice, and the way to the others."""
 
-# Where a buffer's slice is: `data`.  `dims` points to the kernel's dimensions, before which lie `depth` of the batch,
-# or none.  `nbytes` is the size of a slice, `count` is how many slices the buffer has, and `step` is how far the next
-# slice of the inner loop is: 0 if that is the same one.
-_Cursor = _words("data step dims depth nbytes count")
-
-# A kernel, in the memory of its handler.
-#   slice_ticks         what a slice took when that was last measured, and
-#   slice_nbytes        how large the buffers of that slice were: a hint, which any thread may overwrite
-#   n_buffers and later filled in when the code is loaded: the number of inputs and outputs, functions of the handler
-#                       and of the driver, and what the emitter gives
-_Kernel = _words("slice_ticks slice_nbytes n_buffers slices drive in_order entry lock report")
-
-# A call with a batch.  The cursors stand at its first slice.  `sizes` are those of its `depth` dimensions, innermost
-# first; `count` is their product.  `strides` has for each dimension the bytes from one position to the next in each
-# buffer, 0 where that broadcasts.  Slices [k * inner, (k + 1) * inner) are one step apart: an inner loop.
-# `slice_nbytes` is what a slice of all buffers takes.
-_Batch = _words(
-    "frame kernel cursors depth sizes strides count inner slice_nbytes",
-    frame=XLA_FFI_CallFrame,
-    kernel=_Kernel,
-    cursors=_Cursor,
-)
-
-# A batch that several threads share.  On the heap, as queued tasks may outlive the call.
-#   next     the first slice that nobody has taken (atomic fetch-and-add of `chunk`); beyond `count` nothing is left
-#   left     slices that are not done; who takes it to 0 wakes the caller, whose `batch` may be gone from then on
-#   holders  references: one for each `work`, queued or not, and one for the caller; the last one frees the memory
-#   error    the last XLA_FFI_Error*; those before it are destroyed
-#   idle     a lock that is released when nothing is left, to wake the caller
-# The caller waits for slices that were taken, never for queued tasks: one may stand behind a caller that waits, a
-# deadlock.
-_SharedBatch = _words("batch next count chunk left holders error idle", batch=_Batch)
-
-# The parameters of C functions that point to structs, by name.
-_STRUCT_PARAMETERS = {
-    "frame": XLA_FFI_CallFrame, "kernel": _Kernel, "cursors": _Cursor, "batch": _Batch, "shared": _SharedBatch
-}  # fmt: skip
-
-# In microseconds of work:
-_MEASURABLE = 1  # a shorter time does not tell how long other slices take
-_WORTH_SHARING = 40  # waking threads does not pay for less work than this
-_WORTH_A_THREAD = 15  # each thread that is woken must have this much work
-_CHUNK = 20  # work that a thread takes at a time: little, as cores differ in speed
+    _fields_ = (
+        ("pointer", _PTR),  # address of the current slice
+        ("step", _I64),  # bytes to the next slice of an inner loop; 0 if that is the same slice
+        ("dims", _PTR),  # int64[]: the kernel's dimensions; the `depth` batch dimensions lie directly before them
+        ("depth", _I64),  # number of batch dimensions: that of the call, or 0
+        ("slice_nbytes", _I64),  # bytes of a slice
+        ("n_slices", _I64),  # number of slices: the product of the batch dimensions
+    )
 
 
-class _Driver(_Code):
-    """What all handlers have in common, compiled once.  Each method that `__init__` names becomes a C function.
+class _HandlerData(ctypes.Structure):
+    """The data of a handler, in its memory.  Several handlers may share their code, but not their data."""
 
-    Python's own `if` and `for` decide what is written; `when`, `loop` and `forever` are in the code that is.
+    _fields_ = (
+        # Hints that any thread may overwrite at any time:
+        ("measured_ticks", _I64),  # time of a slice when it was last measured
+        ("measured_nbytes", _I64),  # `_Batch.slice_nbytes` at that time
+        # Set by `_compile_handler`:
+        ("n_buffers", _I64),  # number of inputs and outputs
+        ("inner_loop", _PTR),  # the handler's function inner_loop(frame, buffers, count)
+        ("run_batch", _PTR),  # the scheduler's function run_batch(frame, handler, buffers, depth)
+        ("in_order", _I64),  # 1 if slices must run one after another, on the caller's thread
+        ("entry", _PTR),  # `_Emitter.entry`: the compiled kernel
+        ("lock", _PTR),  # `_Emitter.lock`: a PyThread_type_lock that is held while slices run, or 0
+        ("report", _PTR),  # `_Emitter.report`: a function that turns an exception into a message
+    )
+
+
+class _Batch(ctypes.Structure):
+    """A call with batch dimensions, on the stack of the caller's thread."""
+
+    _fields_ = (
+        ("frame", ctypes.POINTER(XLA_FFI_CallFrame)),
+        ("handler", ctypes.POINTER(_HandlerData)),
+        ("buffers", ctypes.POINTER(_BatchedBuffer)),  # all inputs and outputs, at their first slices
+        ("depth", _I64),  # number of batch dimensions
+        ("sizes", _PTR),  # int64[depth]: the batch dimensions, innermost first
+        ("strides", _PTR),  # int64[depth][n_buffers]: bytes from one position to the next; 0 if the size 1 broadcasts
+        ("count", _I64),  # number of slices: the product of `sizes`
+        ("inner_count", _I64),  # number of slices in an inner loop; each starts at a multiple of this number
+        ("slice_nbytes", _I64),  # bytes of a slice, of all buffers together
+    )
+
+
+class _SharedBatch(ctypes.Structure):
+    """A batch that several threads run.  It is on the heap, because queued tasks may outlive the call."""
+
+    _fields_ = (
+        ("batch", ctypes.POINTER(_Batch)),  # valid as long as `remaining` is not 0
+        ("next", _I64),  # atomic: the first slice that is not claimed; `count` or more if there is none, or cancelled
+        ("count", _I64),  # number of slices
+        ("chunk", _I64),  # number of slices that a thread claims at a time
+        ("remaining", _I64),  # atomic: number of slices that are neither done nor cancelled
+        ("refcount", _I64),  # atomic: one for each worker loop, queued or running, and one for the caller
+        ("error", _PTR),  # atomic: the last XLA_FFI_Error*, or 0
+        ("done_lock", _PTR),  # a PyThread_type_lock, which is locked until `remaining` is 0
+    )
+
+
+# Estimates, in microseconds of work:
+_MIN_MEASURABLE_US = 1  # a shorter time does not predict how long other slices take
+_MIN_PARALLEL_US = 40  # for less work, it does not pay off to wake threads
+_MIN_US_PER_THREAD = 15  # each thread that is woken must have this much work
+_CHUNK_US = 20  # a thread claims this much work at a time: little, because cores differ in speed
+
+
+class _BatchScheduler(_IRBuilder):
+    """The machine code of the batch scheduler, compiled once per process.
+
+    Each public method writes the instructions of the C function of the same name.  C functions return an
+    XLA_FFI_Error*, or 0 for success; `now` returns ticks.  Python's `if` and `for` decide which instructions are
+    written, whereas `when`, `loop` and `forever` write branches and loops.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_counter = self.module.triple.startswith("x86_64")
-        self.ticks = 3000 if self.has_counter else 1000  # in a microsecond; of x86 2000 to 4000, near enough here
-        for name in ("now", "run", "work", "share", "probe", "drive"):  # each calls those before it
-            self.define(name, getattr(self, name))
+        self.has_cycle_counter = self.module.triple.startswith("x86_64")
+        self.ticks_per_us = 3000 if self.has_cycle_counter else 1000  # on x86 2000 to 4000: close enough for estimates
+        # The C functions and the types of their parameters.  A function is defined before the functions that call it.
+        self.define("now", self.now)
+        self.define("run_range", self.run_range, _Batch, _I64, _I64)
+        self.define("worker_loop", self.worker_loop, _SharedBatch)
+        self.define("run_parallel", self.run_parallel, _Batch, _I64, _I64)
+        self.define("run_serial_and_measure", self.run_serial_and_measure, _Batch)
+        self.define("run_batch", self.run_batch, XLA_FFI_CallFrame, _HandlerData, _BatchedBuffer, _I64)
 
-    def now(self) -> Any:
-        """A monotonic clock, in ticks: on x86 the processor's, as a system call may take 400 ns."""
-        if self.has_counter:
-            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self._function_type(0))
-            return _Word(self, self.builder.call(counter, []))
-        timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
-        self.call("clock_gettime", time.CLOCK_MONOTONIC, timespec)
-        return self.load(timespec) * 10**9 + self.load(timespec + 8)
+    # -- the strides and inner loops of a batch --
+
+    def run_batch(
+        self, frame: _StructPointer, handler: _StructPointer, buffers: _StructPointer, depth: _Int64
+    ) -> _Int64:
+        """Run a call with `depth` batch dimensions.  The buffers are at their first slices."""
+        batch = self.new(_Batch, frame=frame, handler=handler, buffers=buffers, depth=depth, count=1, slice_nbytes=0)
+        batch.sizes = self.alloca(_I64, depth)
+        batch.strides = self.alloca(_I64, depth * handler.n_buffers)
+        with self.loop(depth) as d:
+            self._compute_strides(batch, d)
+        self._choose_inner_loops(batch)
+        with self.if_((batch.count < 2) | handler.in_order):
+            self.ret(self.call("run_range", batch, 0, batch.count))
+        is_measured = handler.measured_nbytes == batch.slice_nbytes  # 0 or 1
+        work = handler.measured_ticks * is_measured * batch.count // self.ticks_per_us
+        with self.if_(work > _MIN_PARALLEL_US):
+            self.ret(self.call("run_parallel", batch, 0, work))
+        return self.call("run_serial_and_measure", batch)
+
+    def _compute_strides(self, batch: _StructPointer, d: _Int64) -> None:
+        """Compute the size of batch dimension d, and its stride in each buffer.  Dimension 0 is the innermost."""
+        n_buffers = batch.handler.n_buffers
+        size = self.variable(1)
+        with self.loop(n_buffers) as k:
+            buffer = batch.buffers[k]
+            own_size = self.variable(1)  # remains 1 if all slices share the buffer, and batch dimensions are left out
+            with self.if_(buffer.depth > 0):
+                own_size.current = self.load(buffer.dims - (d + 1) * 8)
+            broadcasts = own_size.current == 1
+            size.current = self.select(broadcasts, size.current, own_size.current)
+            stride = self.select(broadcasts, 0, buffer.slice_nbytes * buffer.n_slices)
+            self.store(stride, batch.strides + (d * n_buffers + k) * 8)
+            buffer.n_slices = buffer.n_slices * own_size.current
+        self.store(size.current, batch.sizes + d * 8)
+        batch.count = batch.count * size.current
+
+    def _choose_inner_loops(self, batch: _StructPointer) -> None:
+        """Choose how many slices an inner loop has, and the step of each buffer in it."""
+        is_one_loop = self.variable(1)
+        with self.loop(batch.handler.n_buffers) as k:
+            buffer = batch.buffers[k]
+            has_one_or_all = (buffer.n_slices == 1) | (buffer.n_slices == batch.count)
+            is_one_loop.current = is_one_loop.current & has_one_or_all
+            batch.slice_nbytes = batch.slice_nbytes + buffer.slice_nbytes
+        batch.inner_count = self.select(is_one_loop.current, batch.count, self.load(batch.sizes))
+        with self.loop(batch.handler.n_buffers) as k:
+            buffer = batch.buffers[k]
+            step = self.select(buffer.n_slices == 1, 0, buffer.slice_nbytes)
+            buffer.step = self.select(is_one_loop.current, step, self.load(batch.strides + k * 8))
 
     # -- a range of slices on one thread --
 
-    def run(self, batch: Any, first: Any, stop: Any) -> Any:
-        """Run the slices [first, stop), by inner loops, unless one fails; gives its XLA_FFI_Error*."""
-        cursors = self.alloca(_Cursor, batch.kernel.n_buffers)
+    def run_range(self, batch: _StructPointer, first: _Int64, stop: _Int64) -> None:
+        """Run the slices [first, stop), one inner loop after another.  If a slice fails, return its error at once."""
+        buffers = self.alloca(_BatchedBuffer, batch.handler.n_buffers)
         start = self.variable(first)
         with self.forever():
             index = start.current
             self.ret(0, when=index >= stop)
-            self._seek(batch, cursors, index)
-            count = self.minimum(batch.inner - index % batch.inner, stop - index)
-            error = self.call(batch.kernel.slices, batch.frame, cursors, count)
+            self._point_to_slice(batch, buffers, index)
+            count = self.minimum(batch.inner_count - index % batch.inner_count, stop - index)
+            error = self.call(batch.handler.inner_loop, batch.frame, buffers, count)
             self.ret(error, when=error)
             start.current = index + count
 
-    def _seek(self, batch: Any, cursors: Any, index: Any) -> None:
-        """Point `cursors` at slice `index`.
+    def _point_to_slice(self, batch: _StructPointer, buffers: _StructPointer, index: _Int64) -> None:
+        """Copy the buffers of a batch to `buffers`, with their pointers at slice `index`.
 
-        For example slice 4 of a batch of 2 x 3 is at the positions 1 and 1.  A buffer with all six slices, of 100 bytes
-        each, has the strides 300 and 100: its slice begins at byte 400.  One of 1 x 3 slices has the strides 0 and 100:
-        byte 100.
+        For example, slice 4 of a batch of 2 x 3 slices is at the position (1, 1).  A buffer of 2 x 3 slices of 100
+        bytes has the strides (300, 100), so its slice begins at byte 400.  A buffer of 1 x 3 slices has the strides
+        (0, 100), so its slice begins at byte 100.
         """
-        n_buffers = batch.kernel.n_buffers
-        self.copy_bytes(cursors, batch.cursors, n_buffers * ctypes.sizeof(_Cursor))
+        n_buffers = batch.handler.n_buffers
+        self.copy_bytes(buffers, batch.buffers, n_buffers * ctypes.sizeof(_BatchedBuffer))
         rest = self.variable(index)
         with self.loop(batch.depth) as d:
             size = self.load(batch.sizes + d * 8)
@@ -2319,152 +2096,140 @@ class _Driver(_Code):
             rest.current = rest.current // size
             with self.loop(n_buffers) as k:
                 stride = self.load(batch.strides + (d * n_buffers + k) * 8)
-                cursors[k].data = cursors[k].data + position * stride
+                buffers[k].pointer = buffers[k].pointer + position * stride
 
-    # -- a batch on several threads: the invariants stand above `_SharedBatch` --
+    # -- whether threads pay off --
 
-    def work(self, shared: Any) -> Any:
-        """Take chunks and run them until none is left or one fails: on the caller's thread, or as a task of XLA's."""
-        with self.forever():
-            first = self.atomic("add", shared.address_of("next"), shared.chunk)
-            with self.when(first >= shared.count):
-                self._release(shared)
-                self.ret(0)
-            stop = self.minimum(first + shared.chunk, shared.count)
-            began = self.call("now")
-            error = self.call("run", shared.batch, first, stop)
-            self._remember(shared.batch, self.call("now") - began, stop - first)
-            n_done = self.variable(stop - first)
-            with self.when(error):
-                # `next` becomes more than any index: what nobody has taken, nobody will
-                first_free = self.atomic("add", shared.address_of("next"), shared.count)
-                n_done.current = n_done.current + shared.count - self.minimum(first_free, shared.count)
-                self._destroy(shared.batch.frame, self.atomic("xchg", shared.address_of("error"), error))
-            n_left = self.atomic("sub", shared.address_of("left"), n_done.current)
-            with self.when(n_left == n_done.current):
-                self.call("PyThread_release_lock", shared.idle)
+    def run_serial_and_measure(self, batch: _StructPointer) -> None:
+        """Run the slices on this thread, until they prove slow enough to run the rest on several threads.
 
-    def _release(self, shared: Any) -> None:
-        """Give up a reference; the last one frees the memory."""
-        with self.when(self.atomic("sub", shared.address_of("holders"), 1) == 1):
-            self.call("PyThread_free_lock", shared.idle)
-            self.call("PyMem_RawFree", shared)
-
-    def _destroy(self, frame: Any, error: Any) -> None:
-        with self.when(error):
-            self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
-
-    def share(self, batch: Any, first: Any, work: Any) -> Any:
-        """Run the slices from `first` on, which take `work` microseconds, on as many of XLA's threads as pay."""
-        n_threads = self.variable(1)  # stays so where the call has no others
-        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
-        self._destroy(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
-        n_slices = batch.count - first
-        helpers = self.minimum(self.minimum(n_threads.current, n_slices) - 1, work // _WORTH_A_THREAD)
-        shared = _Struct(self, _SharedBatch, self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch)))
-        shared.batch = batch
-        shared.next = first
-        shared.count = batch.count
-        shared.chunk = n_slices * _CHUNK // work + 1
-        shared.left = n_slices
-        shared.holders = helpers + 2  # counted before any task runs
-        shared.error = 0
-        shared.idle = self.call("PyThread_allocate_lock")
-        self.call("PyThread_acquire_lock", shared.idle, 1)
-        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="work", data=shared)
-        with self.loop(helpers):  # which may come too late
-            self.api(batch.frame, "ThreadPool_Schedule", args)  # cannot fail where the number is known
-        self.call("work", shared)
-        self.call("PyThread_acquire_lock", shared.idle, 1)
-        error = shared.error
-        self._release(shared)
-        return error
-
-    def probe(self, batch: Any) -> Any:
-        """Run slices on this thread, in ranges of 1, 8, 64, ..., until one took long enough to estimate the rest.
-
-        For calls without a note of how long such slices take, and those that an earlier call found too short to share.
-        A range that is too short for the clock means only that it is harmless to run eight times as many slices here.
+        The ranges have 1, 8, 64, ... slices.  If a range is too short for the clock, eight times as many slices are
+        still cheap to run on one thread.
         """
         start = self.variable(0)
         count = self.variable(1)
         with self.forever():
             stop = start.current + count.current
             began = self.call("now")
-            error = self.call("run", batch, start.current, stop)
-            took = self.call("now") - began
-            left = batch.count - stop
-            self.ret(error, when=error | (left == 0))
-            with self.when(took > self.ticks * _MEASURABLE):
-                self._remember(batch, took, count.current)
-                work = took * left // count.current // self.ticks
-                with self.when(work > _WORTH_SHARING):
-                    self.ret(self.call("share", batch, stop, work))
+            error = self.call("run_range", batch, start.current, stop)
+            ticks = self.call("now") - began
+            rest = batch.count - stop
+            self.ret(error, when=error | (rest == 0))
+            with self.if_(ticks > self.ticks_per_us * _MIN_MEASURABLE_US):
+                self._record_time(batch, ticks, count.current)
+                work = ticks * rest // count.current // self.ticks_per_us
+                with self.if_(work > _MIN_PARALLEL_US):
+                    self.ret(self.call("run_parallel", batch, stop, work))
             start.current = stop
-            count.current = self.minimum(count.current * 8, left)
+            count.current = self.minimum(count.current * 8, rest)
 
-    def _remember(self, batch: Any, took: Any, count: Any) -> None:
-        """Note for later calls what slices took: then `drive` need not measure."""
-        batch.kernel.slice_ticks = took // count
-        batch.kernel.slice_nbytes = batch.slice_nbytes
+    def _record_time(self, batch: _StructPointer, ticks: _Int64, count: _Int64) -> None:
+        """Record the time of `count` slices, so that `run_batch` can estimate the work of later calls."""
+        batch.handler.measured_ticks = ticks // count
+        batch.handler.measured_nbytes = batch.slice_nbytes
 
-    # -- a call --
+    def now(self) -> _Int64:
+        """Return the time of a monotonic clock in ticks: cycles on x86, nanoseconds elsewhere."""
+        if self.has_cycle_counter:  # a system call may take 400 ns
+            counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self._function_type(0))
+            return _Int64(self, self.builder.call(counter, []))
+        timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
+        self.call("clock_gettime", time.CLOCK_MONOTONIC, timespec)
+        return self.load(timespec) * 10**9 + self.load(timespec + 8)
 
-    def drive(self, frame: Any, kernel: Any, cursors: Any, depth: Any) -> Any:
-        """Run a call with `depth` batch dimensions, whose first slice the cursors stand at."""
-        batch = self.new(_Batch, frame=frame, kernel=kernel, cursors=cursors, depth=depth, count=1, slice_nbytes=0)
-        batch.sizes = self.alloca(_I64, depth)
-        batch.strides = self.alloca(_I64, depth * kernel.n_buffers)
-        with self.loop(depth) as d:
-            self._measure_dimension(batch, d)
-        self._find_inner_loops(batch)
-        with self.when((batch.count < 2) | kernel.in_order):
-            self.ret(self.call("run", batch, 0, batch.count))
-        is_known = kernel.slice_nbytes == batch.slice_nbytes
-        work = kernel.slice_ticks * is_known * batch.count // self.ticks
-        with self.when(work > _WORTH_SHARING):
-            self.ret(self.call("share", batch, 0, work))
-        return self.call("probe", batch)
+    # -- a range of slices on several threads --
+    # - Claims.  A thread claims a chunk of slices by an atomic fetch-and-add of `next`, so each slice has one thread.
+    # - Completion.  When a chunk is done, its thread subtracts the slices from `remaining`.  The thread that reaches 0
+    #   releases `done_lock`.  This wakes the caller, which returns, so from then on `batch` is invalid.
+    # - Cancellation.  If a slice fails, its thread cancels the rest of its chunk and all slices that are not claimed.
+    #   It moves `next` beyond `count`, and subtracts these slices from `remaining`.  Chunks of other threads still run.
+    #   If several slices fail, the call returns one of their errors, not necessarily the first.
+    # - No deadlock.  The caller waits only for claimed slices, never for queued tasks, because a task may be queued
+    #   behind another caller that waits.  A task that starts late finds no slices to claim.
+    # - Memory.  The thread that drops the last reference frees the shared batch.
 
-    def _measure_dimension(self, batch: Any, d: Any) -> None:
-        """The size and strides of dimension d of the batch, 0 being the innermost."""
-        n_buffers = batch.kernel.n_buffers
-        size = self.variable(1)
-        with self.loop(n_buffers) as k:
-            cursor = batch.cursors[k]
-            own_size = self.variable(1)
-            with self.when(cursor.depth > 0):
-                own_size.current = self.load(cursor.dims - (d + 1) * 8)
-            is_shared = own_size.current == 1
-            size.current = self.select(is_shared, size.current, own_size.current)
-            stride = self.select(is_shared, 0, cursor.nbytes * cursor.count)
-            self.store(stride, batch.strides + (d * n_buffers + k) * 8)
-            cursor.count = cursor.count * own_size.current
-        self.store(size.current, batch.sizes + d * 8)
-        batch.count = batch.count * size.current
+    def run_parallel(self, batch: _StructPointer, first: _Int64, work: _Int64) -> _Int64:
+        """Run the slices from `first` on, about `work` microseconds in total, on as many threads as pay off."""
+        n_threads = self.variable(1)  # remains 1 if the call has no thread pool
+        args = self.new(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
+        self._destroy_error(batch.frame, self.api(batch.frame, "ThreadPool_NumThreads", args))
+        n_slices = batch.count - first
+        n_tasks = self.minimum(self.minimum(n_threads.current, n_slices) - 1, work // _MIN_US_PER_THREAD)
+        shared = self._allocate_shared_batch(batch, first)
+        shared.batch = batch
+        shared.next = first
+        shared.count = batch.count
+        shared.chunk = n_slices * _CHUNK_US // work + 1
+        shared.remaining = n_slices
+        shared.refcount = n_tasks + 2  # the worker loops of the tasks and of this thread, and the caller
+        shared.error = 0
+        self.call("PyThread_acquire_lock", shared.done_lock, 1)
+        args = self.new(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="worker_loop", data=shared)
+        with self.loop(n_tasks):
+            self.api(batch.frame, "ThreadPool_Schedule", args)  # fails only if there is no thread pool
+        self.call("worker_loop", shared)
+        self.call("PyThread_acquire_lock", shared.done_lock, 1)  # waits until no slices remain
+        error = shared.error
+        self._drop_reference(shared)
+        return error
 
-    def _find_inner_loops(self, batch: Any) -> None:
-        """One inner loop is all of the batch if each buffer has all slices or only one, else its last dimension."""
-        is_one_loop = self.variable(1)
-        with self.loop(batch.kernel.n_buffers) as k:
-            cursor = batch.cursors[k]
-            is_one_loop.current = is_one_loop.current & ((cursor.count == 1) | (cursor.count == batch.count))
-            batch.slice_nbytes = batch.slice_nbytes + cursor.nbytes
-        batch.inner = self.select(is_one_loop.current, batch.count, self.load(batch.sizes))
-        with self.loop(batch.kernel.n_buffers) as k:
-            cursor = batch.cursors[k]
-            step = self.select(cursor.count == 1, 0, cursor.nbytes)
-            cursor.step = self.select(is_one_loop.current, step, self.load(batch.strides + k * 8))
+    def _allocate_shared_batch(self, batch: _StructPointer, first: _Int64) -> _StructPointer:
+        """Allocate a `_SharedBatch` and its lock.  If there is no memory, run the slices on this thread and return."""
+        memory = self.call("PyMem_RawMalloc", ctypes.sizeof(_SharedBatch))
+        with self.if_(memory == 0, likely=False):
+            self.ret(self.call("run_range", batch, first, batch.count))
+        lock = self.call("PyThread_allocate_lock")
+        with self.if_(lock == 0, likely=False):
+            self.call("PyMem_RawFree", memory)
+            self.ret(self.call("run_range", batch, first, batch.count))
+        shared = _StructPointer(self, _SharedBatch, memory)
+        shared.done_lock = lock
+        return shared
+
+    def worker_loop(self, shared: _StructPointer) -> None:
+        """Claim chunks of slices and run them, until there are no more.  Each thread that shares a batch runs this."""
+        with self.forever():
+            first = self.atomic("add", shared.address_of("next"), shared.chunk)
+            with self.if_(first >= shared.count):
+                self._drop_reference(shared)
+                self.ret(0)
+            stop = self.minimum(first + shared.chunk, shared.count)
+            began = self.call("now")
+            error = self.call("run_range", shared.batch, first, stop)
+            self._record_time(shared.batch, self.call("now") - began, stop - first)
+            n_finished = self.variable(stop - first)
+            with self.if_(error):
+                n_finished.current = n_finished.current + self._cancel_unclaimed(shared)
+                self._destroy_error(shared.batch.frame, self.atomic("xchg", shared.address_of("error"), error))
+            n_before = self.atomic("sub", shared.address_of("remaining"), n_finished.current)
+            with self.if_(n_before == n_finished.current):  # no slices remain
+                self.call("PyThread_release_lock", shared.done_lock)
+
+    def _cancel_unclaimed(self, shared: _StructPointer) -> _Int64:
+        """Cancel all slices that no thread has claimed, and return their number."""
+        first_unclaimed = self.atomic("add", shared.address_of("next"), shared.count)
+        return shared.count - self.minimum(first_unclaimed, shared.count)
+
+    def _drop_reference(self, shared: _StructPointer) -> None:
+        """Drop a reference to a shared batch.  The last one frees the memory."""
+        with self.if_(self.atomic("sub", shared.address_of("refcount"), 1) == 1):
+            self.call("PyThread_free_lock", shared.done_lock)
+            self.call("PyMem_RawFree", shared)
+
+    def _destroy_error(self, frame: _StructPointer, error: _Int64) -> None:
+        """Destroy an XLA_FFI_Error*, unless it is 0."""
+        with self.if_(error):
+            self.api(frame, "Error_Destroy", self.new(XLA_FFI_Error_Destroy_Args, error=error))
 
 
 @functools.cache
-def _driver() -> Any:
-    """The execution engine that has the driver's functions."""
-    return _load_code(_Driver().compile())
+def _batch_scheduler() -> Any:
+    """Return the execution engine with the functions of the batch scheduler."""
+    return _load_code(_BatchScheduler().compile())
 
 
 # -- 6.5 A handler -------------------------------------------------------------------------------------
-# One signature and one emitter.  Leaves batches to the driver.
+# One signature and one emitter.  Leaves batches to the batch scheduler.
 
 
 _HANDLERS: dict[tuple, bytes] = {}  # the object code of those that several kernels share
@@ -2477,51 +2242,56 @@ _FE_DFL_ENV = -1  # fenv.h on x86-64 and on arm64
 _FENV_WORDS = 32  # more than fenv_t has there: 4 and 1
 
 
-def _compile_handler(signature: _Signature, emitter: _Emitter) -> _Compiled:
+def _compile_handler(signature: _Signature, emitter: _Emitter) -> _CompiledHandler:
     """Compile a handler, or take the code of another one of this signature, and load it."""
-    key = dataclasses.replace(signature, label=""), emitter.code_key
+    key = signature._replace(label=""), emitter.code_key
     code = _HANDLERS.get(key)
     if code is None:
         code = _Handler(signature, emitter).compile()
         if emitter.code_key is not None:
             _HANDLERS[key] = code
     engine = _load_code(code)
-    driver = _driver()
-    kernel = _Kernel.from_address(engine.get_global_value_address("kernel"))
-    kernel.n_buffers = len(signature.ranks)
-    kernel.slices = engine.get_function_address("slices")
-    kernel.drive = driver.get_function_address("drive")
+    scheduler = _batch_scheduler()
+    data = _HandlerData.from_address(engine.get_global_value_address("data"))
+    data.n_buffers = len(signature.ranks)
+    data.inner_loop = engine.get_function_address("inner_loop")
+    data.run_batch = scheduler.get_function_address("run_batch")
     for name in ("in_order", "entry", "lock", "report"):
-        setattr(kernel, name, getattr(emitter, name))
-    return _Compiled(engine.get_function_address("handler"), [engine, driver, emitter], kernel)
+        setattr(data, name, getattr(emitter, name))
+    return _CompiledHandler(engine.get_function_address("handler"), [engine, scheduler, emitter], data)
 
 
-class _Handler(_Code):
+class _Handler(_IRBuilder):
     """Writes what is compiled for one signature."""
 
     def __init__(self, signature: _Signature, emitter: _Emitter) -> None:
         super().__init__()
         self.signature = signature
         self.emitter = emitter
-        memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(_Kernel._fields_)), "kernel")
+        memory = self.ir.GlobalVariable(self.module, self.ir.ArrayType(self.i64, len(_HandlerData._fields_)), "data")
         memory.initializer = self.ir.Constant(memory.value_type, None)  # zeros
-        self.kernel = _Struct(self, _Kernel, _Word(self, memory.ptrtoint(self.i64)))
+        self.data = _StructPointer(self, _HandlerData, _Int64(self, memory.ptrtoint(self.i64)))
         is_enclosed = emitter.lock or emitter.starts_threads
-        self.define("bare_slices" if is_enclosed else "slices", self._slices)
+        parameters = XLA_FFI_CallFrame, _BatchedBuffer, _I64
+        self.define("bare_inner_loop" if is_enclosed else "inner_loop", self._inner_loop, *parameters)
         if is_enclosed:
-            self.define("slices", self._enclosed_slices)
-        self.define("handler", self._handler)
+            self.define("inner_loop", self._enclosed_inner_loop, *parameters)
+        self.define("handler", self._handler, XLA_FFI_CallFrame)
 
     # -- slices --
 
-    def _slices(self, frame: Any, cursors: Any, count: Any) -> Any:
+    def _inner_loop(self, frame: Any, buffers: Any, count: Any) -> Any:
         self.frame = frame
-        self.cursors = cursors
+        self.buffers = buffers
         self.count = count
+        if not self.emitter.libcuda:  # on a GPU, `_start_outputs` has filled all slices at once
+            for j in self.signature.zeroed:
+                buffer = buffers[self.signature.n_in + j]
+                self._fill(buffer.pointer, 0, buffer.slice_nbytes * count)  # the slices are contiguous
         self.emitter.write(self)
         return 0
 
-    def _enclosed_slices(self, frame: Any, cursors: Any, count: Any) -> Any:
+    def _enclosed_inner_loop(self, frame: Any, buffers: Any, count: Any) -> Any:
         """Slices that run while the emitter's lock is held, and as the C library computes with floats by default.
 
         XLA's threads take subnormal numbers for 0, and threads that they start inherit that: without the default mode
@@ -2529,28 +2299,28 @@ class _Handler(_Code):
         """
         resets_floats = self.emitter.starts_threads and sys.platform == "linux"
         if self.emitter.lock:
-            self.call("PyThread_acquire_lock", self.kernel.lock, 1)
+            self.call("PyThread_acquire_lock", self.data.lock, 1)
         if resets_floats:
             mode = self.alloca(_I64, _FENV_WORDS)
             self.call("fegetenv", mode)
             self.call("fesetenv", _FE_DFL_ENV)
-        error = self.call("bare_slices", frame, cursors, count)
+        error = self.call("bare_inner_loop", frame, buffers, count)
         if resets_floats:
             self.call("fesetenv", mode)
         if self.emitter.lock:
-            self.call("PyThread_release_lock", self.kernel.lock)
+            self.call("PyThread_release_lock", self.data.lock)
         return error
 
     @contextlib.contextmanager
-    def each_slice(self) -> Iterator[list[_Array]]:
+    def each_slice(self) -> Iterator[list[_SliceArray]]:
         """A loop over the slices, in which the emitter writes what runs one of them on its arrays."""
         firsts = self._first_slice()
-        steps = [self.cursors[k].step for k in range(len(firsts))]
+        steps = [self.buffers[k].step for k in range(len(firsts))]
         with self.loop(self.count) as i:
             yield [first._replace(pointer=first.pointer + step * i) for first, step in zip(firsts, steps, strict=True)]
 
     @contextlib.contextmanager
-    def each_chunk(self, most: int) -> Iterator[tuple[list[_Array], _Word]]:
+    def each_chunk(self, most: int) -> Iterator[tuple[list[_SliceArray], _Int64]]:
         """A loop over chunks of at most so many slices: arrays with the slices as first dimension, and their number.
 
         An array that is the same for all slices has the size 1 there.
@@ -2561,49 +2331,49 @@ class _Handler(_Code):
             count = self.minimum(self.count - start, most)
             arrays = []
             for k, first in enumerate(firsts):
-                step = self.cursors[k].step
+                step = self.buffers[k].step
                 is_shared = step == 0
                 dims = [self.select(is_shared, 1, count), *first.dims]
-                arrays.append(_Array(first.pointer + step * start, dims, first.itemsize))
+                arrays.append(_SliceArray(first.pointer + step * start, dims, first.itemsize))
             yield arrays, count
 
-    def _first_slice(self) -> list[_Array]:
-        """The arrays of the slice that the cursors stand at."""
+    def _first_slice(self) -> list[_SliceArray]:
+        """Return the arrays of the first slice, to which the buffers point."""
         arrays = []
         for k, (dtype, rank) in enumerate(zip(self.signature.dtypes, self.signature.ranks, strict=True)):
-            cursor = self.cursors[k]
-            dims = [self.load(cursor.dims + 8 * axis) for axis in range(rank)]
-            arrays.append(_Array(cursor.data, dims, dtype.itemsize))
+            buffer = self.buffers[k]
+            dims = [self.load(buffer.dims + 8 * axis) for axis in range(rank)]
+            arrays.append(_SliceArray(buffer.pointer, dims, dtype.itemsize))
         return arrays
 
     # -- the call --
 
     def _handler(self, frame: Any) -> Any:
-        """Run a call: at once if it has no batch, else by the driver."""
+        """Run a call: at once if it has no batch, else by the batch scheduler."""
         self.frame = frame
-        with self.when(frame.extension_start, likely=False):
-            self._register(_Struct(self, XLA_FFI_Metadata_Extension, frame.extension_start))
+        with self.if_(frame.extension_start, likely=False):
+            self._register(_StructPointer(self, XLA_FFI_Metadata_Extension, frame.extension_start))
         self.ret(0, when=frame.stage != _STAGE_EXECUTE)
-        buffers, depth = self._read_buffers()
-        cursors = self._cursors(buffers)
-        self._start_outputs(buffers, cursors, depth)
-        with self.when(depth == 0):
-            self.ret(self.call("slices", frame, cursors, 1))
-        return self.call(self.kernel.drive, frame, self.kernel, cursors, depth)
+        xla_buffers, depth = self._read_buffers()
+        buffers = self._batched_buffers(xla_buffers)
+        self._start_outputs(xla_buffers, buffers, depth)
+        with self.if_(depth == 0):
+            self.ret(self.call("inner_loop", frame, buffers, 1))
+        return self.call(self.data.run_batch, frame, self.data, buffers, depth)
 
     def _register(self, extension: Any) -> None:
         """On registration XLA asks for the API version and traits, through an extension.
 
         The minor version is XLA's own: it accepts no newer one.
         """
-        with self.when(extension.extension_base.type == _EXTENSION_METADATA):
+        with self.if_(extension.extension_base.type == _EXTENSION_METADATA):
             extension.metadata.traits = self.emitter.traits
             version = extension.metadata.api_version
             version.major_version = _API_MAJOR
             version.minor_version = self.frame.api.api_version.minor_version
             self.ret(0)
 
-    def _read_buffers(self) -> tuple[list[Any], _Word]:
+    def _read_buffers(self) -> tuple[list[Any], _Int64]:
         """The buffers, and how many batch dimensions they have.
 
         They are those of the signature, which is in the hash of the target's name.
@@ -2614,83 +2384,83 @@ class _Handler(_Code):
         n_in = self.signature.n_in
         addresses = [args + 8 * i for i in range(n_in)]
         addresses += [rets + 8 * j for j in range(len(ranks) - n_in)]
-        buffers = [_Struct(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
-        return buffers, buffers[-1].rank - ranks[-1] if buffers else _Word(self, self.value(0))
+        xla_buffers = [_StructPointer(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
+        return xla_buffers, xla_buffers[-1].rank - ranks[-1] if xla_buffers else _Int64(self, self.value(0))
 
-    def _start_outputs(self, buffers: Sequence[Any], cursors: _Struct, depth: _Word) -> None:
+    def _start_outputs(self, xla_buffers: Sequence[Any], buffers: _StructPointer, depth: _Int64) -> None:
         """Write the values that outputs start with, for all slices at once.
 
         XLA gives an output that starts with an input the memory of that input, or of a copy; but not always: in a
         dynamic-slice fusion on GPUs (XLA of jax 0.11.2) the alias is lost, and the output is uninitialized.
         """
         signature = self.signature
-        sources = {j: buffers[i].data for i, j in signature.aliases}
-        for j, out in enumerate(buffers[signature.n_in :]):
-            nbytes = self.variable(cursors[signature.n_in + j].nbytes)
+        sources = {j: xla_buffers[i].data for i, j in signature.aliases}
+        for j, out in enumerate(xla_buffers[signature.n_in :]):
+            nbytes = self.variable(buffers[signature.n_in + j].slice_nbytes)
             with self.loop(depth) as d:
                 nbytes.current = nbytes.current * self.load(out.dims + 8 * d)
             if not self.emitter.libcuda:
                 self._use_huge_pages(out.data, nbytes.current)
-            if j in signature.zeroed:
-                self._fill(out, 0, nbytes.current)
-            elif j in sources:
-                with self.when(sources[j] != out.data, likely=False):
-                    self._fill(out, sources[j], nbytes.current)
+            elif j in signature.zeroed:
+                self._fill(out.data, 0, nbytes.current)
+            if j in sources:
+                with self.if_(sources[j] != out.data, likely=False):
+                    self._fill(out.data, sources[j], nbytes.current)
 
     def _use_huge_pages(self, data: Any, nbytes: Any) -> None:
         """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
         # To fault XLA's fresh memory in by 4 KiB pages took 40 ms of the 43 ms of an add of 1e7 float32.
         if sys.platform == "linux":
-            with self.when(nbytes >= _HUGE_PAGE_MIN, likely=False):
+            with self.if_(nbytes >= _HUGE_PAGE_MIN, likely=False):
                 first_page = (data + (mmap.PAGESIZE - 1)) & -mmap.PAGESIZE
                 self.call("madvise", first_page, data + nbytes - first_page, _MADV_HUGEPAGE)
 
-    def _fill(self, out: Any, source: Any, nbytes: Any) -> None:
-        """Write a copy of `source`, or zeros if that is 0, to an output with all its slices."""
+    def _fill(self, data: Any, source: Any, nbytes: Any) -> None:
+        """Copy `source` to `data`; if `source` is 0, write zeros."""
         if self.emitter.libcuda:
-            with self.when(nbytes > 0):
-                _cuda_fill(self, self.emitter.libcuda, out.data, source, nbytes)
+            with self.if_(nbytes > 0):
+                _write_cuda_fill(self, self.emitter.libcuda, data, source, nbytes)
         elif isinstance(source, int):
-            self.cgutils.memset(self.builder, self.pointer(out.data), self.value(nbytes), 0)
+            self.cgutils.memset(self.builder, self.pointer(data), self.value(nbytes), 0)
         else:
-            self.copy_bytes(out.data, source, nbytes)
+            self.copy_bytes(data, source, nbytes)
 
-    def _cursors(self, buffers: Sequence[Any]) -> _Struct:
-        """Cursors at the first slice.  A kernel gets the output itself in the place of an input that it starts with."""
+    def _batched_buffers(self, xla_buffers: Sequence[Any]) -> _StructPointer:
+        """Return the buffers at their first slices.  Of an aliased input, the kernel gets the memory of the output."""
         signature = self.signature
         aliased = dict(signature.aliases)
-        cursors = self.alloca(_Cursor, len(signature.ranks))
+        buffers = self.alloca(_BatchedBuffer, len(signature.ranks))
         for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
-            buffer = buffers[signature.n_in + aliased[k]] if k in aliased else buffers[k]
-            depth = buffer.rank - rank
-            dims = buffer.dims + depth * 8
+            xla_buffer = xla_buffers[signature.n_in + aliased[k]] if k in aliased else xla_buffers[k]
+            depth = xla_buffer.rank - rank
+            dims = xla_buffer.dims + depth * 8
             sizes = [self.load(dims + 8 * axis) for axis in range(rank)]
-            cursor = cursors[k]
-            cursor.data = buffer.data
-            cursor.step = 0
-            cursor.dims = dims
-            cursor.depth = depth
-            cursor.nbytes = math.prod(sizes) * dtype.itemsize
-            cursor.count = 1
-        return cursors
+            buffer = buffers[k]
+            buffer.pointer = xla_buffer.data
+            buffer.step = 0
+            buffer.dims = dims
+            buffer.depth = depth
+            buffer.slice_nbytes = math.prod(sizes) * dtype.itemsize
+            buffer.n_slices = 1
+        return buffers
 
     # -- for emitters --
 
     def fail(self, message: Any, when: Any = True) -> None:
         """Return an error from the function; `message` is the address of a text, which XLA copies."""
-        with self.when(when, likely=False):
+        with self.if_(when, likely=False):
             args = self.new(XLA_FFI_Error_Create_Args, message=message, errc=_ERROR_INTERNAL)
             self.ret(self.api(self.frame, "Error_Create", args))
 
-    def text(self, text: str) -> _Word:
+    def text(self, text: str) -> _Int64:
         """The address of a text."""
         characters = self.cgutils.make_bytearray(text.encode("utf-8", "replace") + b"\0")
-        return _Word(self, self.cgutils.global_constant(self.module, "text", characters).ptrtoint(self.i64))
+        return _Int64(self, self.cgutils.global_constant(self.module, "text", characters).ptrtoint(self.i64))
 
     @property
-    def launch(self) -> _Word:
+    def launch(self) -> _Int64:
         """The address of the integers of a call's one attribute, `launch`, which may be none."""
-        return _Struct(self, XLA_FFI_Array, self.load(self.frame.attrs.attrs)).data
+        return _StructPointer(self, XLA_FFI_Array, self.load(self.frame.attrs.attrs)).data
 
 
 # -- 6.6 Slices that run in Python ---------------------------------------------------------------------
@@ -2713,13 +2483,13 @@ class _CallbackEmitter(_Emitter):
                 buffers = [(next(numbers), tuple(itertools.islice(numbers, rank))) for rank in signature.ranks]
                 body(buffers, *numbers)
             except BaseException as error:  # nothing may unwind into XLA
-                message = _keep_message(error, signature.label)
+                message = _store_error_message(error, signature.label)
             words[n_words] = message
 
         self.callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_I64))(callback)
 
     def write(self, handler: _Handler) -> None:
-        place = _cuda_place(handler) if self.libcuda else (0, 0)
+        place = _write_stream_and_device(handler) if self.libcuda else (0, 0)
         # An interrupt may end the callback before its first line: then this stands where its message belongs.
         interrupted = handler.text(f"KeyboardInterrupt (raised in kernel '{handler.signature.label}')")
         with handler.each_slice() as arrays:
@@ -2731,15 +2501,15 @@ class _CallbackEmitter(_Emitter):
             handler.fail(message, when=message)
 
 
-_MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
+_ERROR_MESSAGES: dict[int, Any] = {}  # by thread: a text must live until XLA has copied it
 
 
-def _keep_message(error: BaseException, label: str) -> int:
+def _store_error_message(error: BaseException, label: str) -> int:
     """The address of the text for JAX's error.  Never raises, as its caller is machine code."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    hint = f"; {_READ_ONLY}" if "destination is read-only" in text else ""  # as NumPy says it
+    hint = f"; {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # as NumPy says it
     text = f"{text[:10_000]}{hint} (raised in kernel '{label}')".replace("\0", "\\0")
-    _MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
+    _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
 
 
@@ -2747,7 +2517,7 @@ def _keep_message(error: BaseException, label: str) -> int:
 # 7. Numba on CPU: a wrapper, and an emitter that calls what Numba compiled.
 #
 # What a new Numba may break: loudly `library._final_module`, `_shared_module`, the status of `call_conv.call_function`;
-# silently the parameters of arrays (`_numba_params`: the matrix), new ways to write to a read-only array (3.4: the
+# silently the parameters of arrays (`_numba_array_members`: the matrix), new ways to write to a read-only array (8: the
 # table of mistakes), and how LLVM's text shows that threads start (test_the_life_of_a_process...).
 
 _NUMBA_INSTALL = "pip install numba"
@@ -2758,7 +2528,7 @@ _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
 _UPDATED_IN_PLACE = "'NoneType' object has no attribute 'args'"  # what Numba says of `x += 1` (0.63 to 0.68)
-_READ_ONLY = (
+_READ_ONLY_ADVICE = (
     "its inputs are read-only, because JAX may share them, and so are global arrays: write to an output (a parameter "
     "after the inputs), name what it changes in in_out_argnames, or use input_output_aliases to start with an input's "
     "value"
@@ -2766,7 +2536,7 @@ _READ_ONLY = (
 # What Numba's text says (a pattern), and what to add: of the first that is found.
 _HELP = {
     r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
-    + _UPDATED_IN_PLACE: _READ_ONLY,
+    + _UPDATED_IN_PLACE: _READ_ONLY_ADVICE,
     r"must have void return type|to none": "it returns a value: write to the output arrays and return nothing",
     r"(?s)Known signatures:.*64|mismatch: (double|i64)": "it has a signature of 64 bits, which JAX truncates to 32 "
     "unless jax_enable_x64 is set",
@@ -2884,7 +2654,7 @@ def numba_kernel(
       [1.0, 3.0, 6.0]
     """
     options = dict(locals())  # all arguments by name
-    return _wrap(_NumbaKernel, options.pop("kernel"), _Options(**options))
+    return _make_wrapper(_NumbaKernel, options.pop("kernel"), _Options(**options))
 
 
 # -- 7.1 The wrapper, and the forms in which it may call a function ------------------------------------
@@ -2906,7 +2676,7 @@ class _NumbaWrapper(_Wrapper):
         self._check_names("scalars", scalars)
         self.scalars = {self.parameters.index(name) for name in scalars}  # by number
 
-    def _forms(self, call: _Call, may_return: bool) -> list[_Form]:
+    def _forms(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
         """The calls that the kernel's parameters allow: it writes its outputs or, if it may, returns them."""
         n_in = len(call.ins)
         n = n_in + len(call.outs)
@@ -2918,10 +2688,10 @@ class _NumbaWrapper(_Wrapper):
         without_dims = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
         if isinstance(self.options.scalars, list) and not self.scalars <= without_dims:
             raise ValueError(f"{self.title}: scalars={self.options.scalars} are to be inputs without dimensions")
-        forms = [_Form(n, (*inputs, *written), without_dims & self.scalars)]
+        forms = [_ArgumentMap(n, (*inputs, *written), without_dims & self.scalars)]
         if may_return and written and not has_scratch:
-            forms.append(_Form(n, tuple(inputs), without_dims, written))
-        takes = inspect.signature(_python(self.kernel))
+            forms.append(_ArgumentMap(n, tuple(inputs), without_dims, written))
+        takes = inspect.signature(_py_func(self.kernel))
         allowed = []
         for form in forms:
             with contextlib.suppress(TypeError):
@@ -2935,30 +2705,18 @@ class _NumbaWrapper(_Wrapper):
             )
         return allowed
 
-    def _check_form(self, call: _Call, form: _Form, is_guarded: bool) -> None:
-        """Check what the kernel does to the arrays that this form gives it."""
-        specs = call.ins + call.outs
-        given: list[_View | None] = []
-        buffers: dict[str, int] = {}
-        for position, k in enumerate(form.args):
-            name = self.parameters[position] if position < len(self.parameters) else f"argument {position}"
-            if k in form.scalars:
-                given.append(None)
-            else:
-                given.append(_View(name, len(specs[k].shape)))
-                buffers[name] = k
-        self._check_accesses(call, _Source(self.kernel, given), buffers, is_guarded)
-
 
 class _NumbaKernel(_NumbaWrapper):
     decorator = "numba_kernel"
 
     def __init__(self, kernel: Any, options: _Options) -> None:
-        if not isinstance(kernel, types.FunctionType) and _ready_kind(kernel) != "numba":
-            raise _wrong_kernel("numba_kernel", "a function decorated with numba.njit or a plain function", kernel)
+        if not isinstance(kernel, types.FunctionType) and _decorated_backend(kernel) != "numba":
+            raise _unsupported_kernel_error(
+                "numba_kernel", "a function decorated with numba.njit or a plain function", kernel
+            )
         super().__init__(kernel, options)
 
-    def _find_target(self, call: _Call) -> _Target:
+    def _find_target(self, call: _CallParams) -> _Target:
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         if numba.config.DISABLE_JIT:
             raise RuntimeError(
@@ -2971,11 +2729,12 @@ class _NumbaKernel(_NumbaWrapper):
         is_checked = self.options.zero_outputs is not False
         options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, is_checked, *forms
 
-        def compile_kernel() -> _Compiled:
-            check = functools.partial(self._check_form, call)
+        def compile_kernel() -> _CompiledHandler:
+            check = functools.partial(_check_form, self, call)
             return _compile_numba(self._dispatcher(), signature, forms, self.options.in_order, check)
 
-        name = _NAMES.of_kernel(self, signature, options, "cpu", compile_kernel)
+        specialization = _Specialization(signature, options, "cpu", self.options.name)
+        name = _REGISTRY.find_or_compile(self, specialization, compile_kernel)
         where = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
@@ -3001,7 +2760,7 @@ class _NumbaKernel(_NumbaWrapper):
         return numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
 
 
-class _Form(NamedTuple):
+class _ArgumentMap(NamedTuple):
     """One way to call a function with the `n` buffers b0, b1, ... of a call: inputs, then outputs and scratch."""
 
     n: int
@@ -3013,9 +2772,9 @@ class _Form(NamedTuple):
 
     def is_plain_for(self, kernel: Any) -> bool:
         """Whether the kernel takes the buffers as they are, by position."""
-        parameters = inspect.signature(_python(kernel)).parameters
+        parameters = inspect.signature(_py_func(kernel)).parameters
         n = len(parameters)
-        return self == _Form(n, tuple(range(n))) and n == len(_parameters(kernel))
+        return self == _ArgumentMap(n, tuple(range(n))) and n == len(_parameters(kernel))
 
     def _expression(self, k: int) -> str:
         """An argument, in the adapter."""
@@ -3049,8 +2808,12 @@ class _Form(NamedTuple):
 
 
 def _compile_numba(
-    kernel: Any, signature: _Signature, forms: list[_Form], in_order: bool, check: Callable[[_Form, bool], None]
-) -> _Compiled:
+    kernel: Any,
+    signature: _Signature,
+    forms: list[_ArgumentMap],
+    in_order: bool,
+    check: Callable[[_ArgumentMap, bool], None],
+) -> _CompiledHandler:
     """Compile the kernel in the first form that can be, and the handler that calls it."""
     began = time.perf_counter()
     if _uses_object_mode(kernel):
@@ -3085,7 +2848,9 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(array_types)
 
 
-def _compile_form(kernel: Any, signature: _Signature, form: _Form, check: Callable[[_Form, bool], None]) -> Any:
+def _compile_form(
+    kernel: Any, signature: _Signature, form: _ArgumentMap, check: Callable[[_ArgumentMap, bool], None]
+) -> Any:
     """The kernel with read-only inputs or, if it takes none, with writable ones; `check` raises for its source."""
     from numba import types as nbtypes
 
@@ -3094,7 +2859,7 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form, check: Callab
     try:
         dispatcher = _compile_call(form, kernel, argtypes)
     except Exception as error:
-        refusal = _refusal("Numba", signature, error)
+        refusal = _compile_error("Numba", signature, error)
         argtypes = _array_types(nbtypes, signature, readonly=False)
         try:
             dispatcher = _compile_call(form, kernel, argtypes)
@@ -3103,13 +2868,13 @@ def _compile_form(kernel: Any, signature: _Signature, form: _Form, check: Callab
     try:
         check(form, refusal is None)
     except TypeError as error:
-        if refusal and _READ_ONLY in str(refusal):
+        if refusal and _READ_ONLY_ADVICE in str(refusal):
             raise refusal from error
         raise error from refusal
     return _compile_results(dispatcher, argtypes, signature, form)
 
 
-def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
+def _compile_call(form: _ArgumentMap, dispatcher: Any, argtypes: tuple) -> Any:
     """Compile a call with buffers of these types: of the dispatcher itself where it takes them as they are."""
     import numba
 
@@ -3121,7 +2886,7 @@ def _compile_call(form: _Form, dispatcher: Any, argtypes: tuple) -> Any:
     return dispatcher
 
 
-def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, form: _Form) -> Any:
+def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, form: _ArgumentMap) -> Any:
     """What Numba compiled, after a check of what it returns, with that stored into the outputs."""
     import numba
     from numba import types as nbtypes
@@ -3158,7 +2923,7 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
         if signature.ranks[k]:
             stores.append(f"if {leaf}.shape != b{k}.shape: raise ShapeError({leaf}.shape, b{k}.shape)")
         stores.append(f"b{k}[...] = {leaf}")
-    all_buffers = _Form(form.n, tuple(range(form.n)))
+    all_buffers = _ArgumentMap(form.n, tuple(range(form.n)))
     stored = numba.njit(all_buffers.adapter(dispatcher, *copies, *stores, ShapeError=ShapeError))
     stored.compile(argtypes)
     return stored.overloads[argtypes]
@@ -3205,7 +2970,7 @@ def _element_and_rank(kind: Any) -> tuple[Any, int | None]:
     return kind, 0 if isinstance(kind, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
-def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
+def _compile_error(by: str, signature: _Signature, error: Exception) -> TypeError:
     """What a kernel that cannot be compiled has wrong, and what to do about it."""
     text = str(error) or type(error).__name__
     hint = next((f"; {advice}" for said, advice in _HELP.items() if re.search(said, text)), "")
@@ -3221,9 +2986,9 @@ def _refusal(by: str, signature: _Signature, error: Exception) -> TypeError:
 
 def _uses_object_mode(kernel: Any) -> bool:
     """By its name or its type: on XLA's threads, Numba loses what Python raises in it."""
-    for function in _functions_of(kernel):
-        names = _names_in(getattr(_python(function), "__code__", _no_code))
-        kinds = [type(value).__name__ for _, value in _values_of(_python(function))]
+    for function in _kernel_and_helpers(kernel):
+        names = _referenced_names(getattr(_py_func(function), "__code__", _no_code))
+        kinds = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
         if "objmode" in names or "_ObjModeContextType" in kinds:
             return True
     return False
@@ -3231,7 +2996,7 @@ def _uses_object_mode(kernel: Any) -> bool:
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Whether the code starts Numba's threads, or names a parallel function, which it may call through a pointer."""
-    helpers = _functions_of(kernel)[1:]
+    helpers = _kernel_and_helpers(kernel)[1:]
     names_parallel = any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers)
     # The optimized code of a function with all that it calls; what comes from Numba's cache has it for linking.
     llvm = overload.library._shared_module or overload.library._final_module
@@ -3242,7 +3007,7 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 # Numba's calling convention, exceptions and threads.
 
 
-def _numba_params(array: _Array) -> list[Any]:
+def _numba_array_members(array: _SliceArray) -> list[Any]:
     """An array as Numba's functions and kernels take it: meminfo, parent, nitems, itemsize, data, shape, strides."""
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
@@ -3261,8 +3026,8 @@ class _NumbaEmitter(_Emitter):
 
         def report(error: int) -> int:
             if not error:  # which some other thread's Python has: of object mode in what is no dispatcher
-                return _keep_message(RuntimeError("an exception that is lost in object mode"), label)
-            return _keep_message(ctypes.cast(error, ctypes.py_object).value, label)
+                return _store_error_message(RuntimeError("an exception that is lost in object mode"), label)
+            return _store_error_message(ctypes.cast(error, ctypes.py_object).value, label)
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.report = ctypes.cast(callback, _PTR).value or 0
@@ -3276,9 +3041,9 @@ class _NumbaEmitter(_Emitter):
         context = cpu_target.target_context
         conv = context.call_conv
         builder = handler.builder
-        address = handler.kernel.entry
+        address = handler.data.entry
         with handler.each_slice() as arrays:
-            params = [handler.value(word) for array in arrays for word in _numba_params(array)]
+            params = [handler.value(word) for array in arrays for word in _numba_array_members(array)]
             kinds = [nbtypes.intp] * len(params)  # an array is passed as its words; pointers are integers here
             kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
             entry = builder.inttoptr(address.value, kind)
@@ -3286,20 +3051,514 @@ class _NumbaEmitter(_Emitter):
             with builder.if_then(status.is_error, likely=False):
                 handler.fail(self._message(handler, context, status))
 
-    def _message(self, handler: _Handler, context: Any, status: Any) -> _Word:
+    def _message(self, handler: _Handler, context: Any, status: Any) -> _Int64:
         """Materialize the Python exception and let `report` turn it into text."""
         python = context.get_python_api(handler.builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.builder, python, status)
         error = handler.call("PyErr_GetRaisedException")
-        message = handler.call(handler.kernel.report, error)
+        message = handler.call(handler.data.report, error)
         handler.call("Py_DecRef", error)
         python.gil_release(gil)
         return message
 
 
 # ======================================================================================================
-# 8. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
+# 8. Source analysis: what the source of a Warp or Numba CUDA kernel does to its arrays.
+# A small interpreter of Python's syntax trees, for Numba, Numba CUDA and Warp.  A variable is the set of what it may
+# be: views of parameters, functions, modules; branches and loops join these sets.
+# - What is not modelled (a call of something unknown, a starred argument, ...) is an "unknown" access to each array
+#   that it gets.  An output then counts as stored to; an input does where no read-only type of Numba guards it.
+# - A file may have been edited since Python read it: a source counts only if it compiles to the kernel's own code.
+# What takes intent is not looked for: own intrinsics and overloads that store, addresses, C and C++ code.
+
+
+class _Interpreter:
+    """Runs statements; `names` has what each variable may be, as a set: of what, `value` says."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, set] = {}
+
+    def value(self, node: Any) -> set:
+        """What an expression may be."""
+        raise NotImplementedError
+
+    def run(self, nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            self.statement(node)
+
+    def statement(self, node: Any) -> None:
+        match node:
+            case ast.If(test=test, body=body, orelse=orelse):
+                self.value(test)
+                self.branches(body, orelse)
+            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                item = ast.Subscript(iterated, ast.Constant(0))
+                self.loop([ast.copy_location(ast.Assign([target], item), node), *body])
+                self.run(orelse)
+            case ast.While(test=test, body=body, orelse=orelse):
+                self.loop([test, *body])
+                self.run(orelse)
+            case ast.expr():
+                self.value(node)
+            case ast.AST():  # expressions, and blocks that may run
+                for _, field in ast.iter_fields(node):
+                    self.branches(field if isinstance(field, list) else [field], [])
+
+    def branches(self, *blocks: Sequence[Any]) -> None:
+        before = self.names
+        ends = []
+        for block in blocks:
+            self.names = dict(before)
+            self.run(block)
+            ends.append(self.names)
+        self.names = {}
+        for name, found in itertools.chain(*(end.items() for end in ends)):
+            self.names[name] = self.names.get(name, set()) | found
+
+    def loop(self, body: Sequence[Any]) -> None:
+        """Run a loop until no variable may be anything else, as one may be what the body assigns further down."""
+        before = None
+        while self.names != before:
+            before = self.names
+            self.branches(body, [])
+
+
+class _ArrayView(NamedTuple):
+    """An array that lies in the memory of a parameter."""
+
+    parameter: str
+    ndim: float = math.inf  # that also of what has arrays in it, such as a tuple
+    is_unguarded: bool = False  # Numba takes it for writable, even if the parameter is read-only
+
+
+class _Access(NamedTuple):
+    """What a source does to the array of a parameter."""
+
+    kind: str  # "stores"; "updates": `x[i] += 1`, `x[i] = 2 * x[i]`, atomics; "unknown"
+    text: str  # of the source
+    is_unguarded: bool  # Numba lets it pass, even if the parameter is read-only
+
+
+# Functions of NumPy, Numba CUDA and Warp, and attributes and methods of arrays, by name.
+_UPDATES = re.compile(r"(?:^|\.)(?:atomic\.\w+|(?:tile_)?atomic_\w+|ufunc\.at)$")
+_STORES = re.compile(
+    r"(?:^|\.)(?:tile_store\w*|st(?:cg|cs|wb|wt)|copyto|fill_diagonal|nan_to_num|put|place|shuffle|"
+    r"ndarray\.(?:fill|itemset|partition|resize|sort))$"
+)
+_VIEWS = re.compile(
+    r"(?:^|\.)(?:T|real|imag|flat|view|where|select|as\w*array\w*|frombuffer|nditer|reshape|ravel|transpose|squeeze|"
+    r"expand_dims|swapaxes|moveaxis|broadcast_\w+|atleast_\w+|flip\w*|rot90|diagonal|\w*split|trim_zeros|as_strided|"
+    r"sliding_window_view|zip|enumerate|reversed|iter|next|list|tuple)$"
+)
+_WARP_READS = re.compile(r"(?:^|\.)(?:copy|len|lower_bound|print|sample_cdf|tile_load(?:_indexed)?|volume_sample\w*)$")
+_UNGUARDED = frozenset(  # what Numba lets a kernel write by to an input
+    "ascontiguousarray asfortranarray at copyto fill_diagonal flat frombuffer nan_to_num nditer".split()
+)
+_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # of an array
+_INPUTS_BEFORE_OUT = {"dot": 2, "around": 2, "round": 2, "clip": 3}  # of functions that Numba gives an `out`
+_GLOBAL = "global "  # in front of the name of a global array on a GPU, in the place of a parameter's
+
+
+class _ArrayAccesses(_Interpreter):
+    """What the source of a kernel, and of the functions that it calls, does to its arrays.
+
+    `given` has what each argument of the kernel is: a view of the parameter, or None for what is no array.
+    """
+
+    def __init__(self, kernel: Any, given: Sequence[_ArrayView | None]) -> None:
+        super().__init__()
+        self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)
+        self.replayed: set[str] = set()  # the parameters that Warp's adjoint of the kernel changes again
+        self.n_indices = 0  # the most that a call of `wp.tid()` or `cuda.grid(n)` gives
+        self.launches_without_stream: list[str] = []
+        self.uses_tiles = False  # of Warp
+        self.has_own_code = False  # C++, or adjoints of the user's
+        # Of each function that was read, or is being read, with these arguments: what it may return.
+        self.results: dict[tuple[Any, frozenset], set] = {}
+        self.n_targets: dict[ast.expr, int] = {}  # of the assignments of these calls
+        self.depth = 0  # of calls
+        self.tests: list[ast.expr] = []  # of the `if`s around a statement
+        start = ast.Call(ast.Name("source not found: kernel"), [], [])
+        arguments = [{view} - {None} for view in given]
+        try:
+            self.call(kernel, arguments, {}, start)
+        except RecursionError:  # in sums of hundreds of terms
+            self.note("unknown", set().union(*arguments), start)
+
+    def note(self, kind: str, found: Iterable, node: ast.AST) -> None:
+        """Note an access to arrays.  Numba refuses a statement that assigns to an input, and lets functions pass."""
+        for view in _arrays(found):
+            is_unguarded = view.is_unguarded or isinstance(node, ast.expr)
+            self.accesses[view.parameter].append(_Access(kind, ast.unparse(node), is_unguarded))
+            if self.depth > 1 or kind == "unknown":
+                self.replayed.add(view.parameter)
+
+    # -- functions --
+
+    def call(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
+        """What a function may return for these arguments, after a note of what it does to them."""
+        if hasattr(function, "gufunc_builder"):  # gets writable arrays, of other ranks
+            given = [_inside(x, is_unguarded=True) for x in given]
+        if overloads := self.users_functions(function):
+            return set().union(*[self.read(x, given, named, node) for x in overloads])
+        everything = set().union(*given, *named.values())
+        first = given[0] if given else everything
+        name = _name_of(function, node)
+        own_name = name.rpartition(".")[2]
+        if name == "tid":
+            self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
+        elif own_name == "grid":
+            given_numbers = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, int)]
+            self.n_indices = max([self.n_indices, *given_numbers])
+        self.uses_tiles |= name.startswith(("tile", "untile"))
+        copies_by_default = own_name == "nan_to_num" and len(given) < 2 and "copy" not in named
+        if _UPDATES.search(name):
+            self.note("updates", first, node)
+        elif _STORES.search(name) and not copies_by_default and "copy=True" not in ast.unparse(node):
+            self.note("stores", first, node)
+        elif _VIEWS.search(name):
+            is_of_one = not any(isinstance(x, ast.Tuple) for x in node.args)  # unlike np.nditer((x, out))
+            return _inside(everything, own_name in _UNGUARDED and is_of_one)
+        elif _only_reads(function, name):
+            n_in = getattr(function, "nin", _INPUTS_BEFORE_OUT.get(own_name, len(given)))
+            outs = set().union(*given[n_in:], named.get("out", set()))
+            inputs = {view.parameter for view in _arrays(set().union(*given[:n_in]))}
+            is_update = inputs.intersection(view.parameter for view in _arrays(outs))
+            self.note("updates" if is_update else "stores", outs, node)
+        else:
+            if not isinstance(function, type) and not hasattr(function, "vars"):  # else a type or struct holds them
+                self.note("unknown", everything, node)
+            return _inside(everything)
+        return set()
+
+    def users_functions(self, function: Any) -> list:
+        """The function, if its source is the user's; all of Warp's overloads, as it may choose any.
+
+        Numba calls a plain function by an overload alone, of which this may be no more than the name.
+        """
+        if hasattr(function, "user_overloads"):
+            overloads = *function.user_overloads.values(), *function.user_templates.values()
+            return [] if function.is_builtin() else [function, *overloads]
+        python = _py_func(function)
+        is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
+        is_users = is_jitted and not _is_library_module(python.__module__) and not _is_ufunc(function)
+        return [function] if is_users or isinstance(function, ast.FunctionDef) else []
+
+    def read(self, function: Any, given: list[set], named: dict[str, set], node: ast.Call) -> set:
+        """Read a function of the user's, called with these arguments."""
+        tree = _syntax_tree(function)
+        everything = set().union(*given, *named.values())
+        parameters = [*tree.args.posonlyargs, *tree.args.args] if tree else []
+        for parameter, argument in zip(parameters, node.args):
+            if parameter.annotation and "ref[" in ast.unparse(parameter.annotation):  # Warp's, to an element
+                self.note("unknown", self.value(_root(argument)), node)
+        own_code = [getattr(function, x, None) for x in ("native_snippet", "custom_grad_func", "custom_replay_func")]
+        if tree is None or any(own_code):
+            self.has_own_code = True
+            self.replayed |= {view.parameter for view in _arrays(everything)}
+        if tree is None or own_code[0]:  # no source, or C++
+            names = _UNGUARDED.intersection(_referenced_names(getattr(_py_func(function), "__code__", _no_code)))
+            text = f"source not found: {_name_of(function, node)}, which names {', '.join(sorted(names))}"
+            self.note("stores" if names else "unknown", everything, ast.Name(text) if names else node)
+            return _inside(everything)
+        arguments = {**dict(zip([x.arg for x in parameters], given)), **named}
+        if tree.args.vararg:
+            arguments[tree.args.vararg.arg] = _inside(set().union(*given[len(parameters) :]))
+        key = function, frozenset((name, frozenset(found)) for name, found in arguments.items())
+        if key not in self.results:
+            self.results[key] = set()  # for a function that calls itself
+            self.results[key] = self.read_body(function, tree, arguments)
+        return self.results[key]
+
+    def read_body(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
+        outer = self.names
+        if tree is not function:  # else it is nested, and sees the variables of the function around it
+            self.names = {}
+            for name, value in _captured_variables(_py_func(function)).items():
+                with contextlib.suppress(TypeError):  # of what has no hash
+                    self.names[name] = {_ArrayView(_GLOBAL + name) if _is_device_array(value) else value}
+        self.names = {**self.names, **arguments, "return": set()}
+        self.depth += 1
+        self.run(tree.body if isinstance(tree.body, list) else [ast.Return(tree.body)])
+        self.depth -= 1
+        returned = self.names["return"]
+        self.names = outer
+        return returned
+
+    # -- statements --
+
+    def statement(self, node: Any) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
+                for target in targets:
+                    parts, values = _parts(target, value)
+                    found = list(map(self.value, values))  # before any is assigned, as in `a, b = b, a`
+                    for part, found_for_part in zip(parts, found):
+                        self.assign(part, found_for_part, node)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self.assign(target, self.value(value), node)
+            case ast.AugAssign(target=target, value=value):
+                self.value(value)
+                self.note("updates", self.place(target), node)
+            case ast.If(test=test):
+                self.tests.append(test)
+                super().statement(node)
+                self.tests.pop()
+            case ast.FunctionDef(name=name):
+                self.names[name] = {node}
+            case ast.Return(value=ast.expr() as value):
+                self.names["return"] = self.names["return"] | self.value(value)
+            case _:
+                super().statement(node)
+
+    def assign(self, target: Any, found: set, node: Any) -> None:
+        match target:
+            case ast.Name(id=name):
+                self.names[name] = found
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for part in targets:
+                    self.assign(part, _indexed(found, 1), node)
+            case ast.Attribute(value=ast.Name(id=name)):  # of a struct of Warp's, which then may have an array in it
+                self.names[name] = self.names.get(name, set()) | _inside(found)
+            case _:
+                is_update = _is_update(target, node.value) or any(_reads(test, target) for test in self.tests)
+                self.note("updates" if is_update else "stores", self.place(target), node)
+
+    def place(self, target: Any) -> set:
+        """The arrays that a target may be, or be a part of."""
+        self.value(target)
+        arrays = set(_arrays(self.value(getattr(target, "value", target))))
+        if not arrays:  # a component of an element, such as x[i][0]
+            arrays = set(_arrays(self.value(_root(target))))
+            self.replayed |= {view.parameter for view in arrays}
+        return arrays
+
+    # -- expressions --
+
+    def value(self, node: Any) -> set:
+        """What an expression may be, but for numbers."""
+        match node:
+            case ast.Name(id=name):
+                return {node.warp_func} if hasattr(node, "warp_func") else self.names.get(name, set())
+            case ast.Attribute(value=owner, attr=name):
+                return set().union(*[_attribute(x, name) for x in self.value(owner)])
+            case ast.Subscript(value=owner, slice=index):
+                self.value(index)
+                found = self.value(owner)
+                kernels = {x for x in found if hasattr(x, "py_func")}  # of `kernel[grid, block, stream]`
+                if kernels and isinstance(index, ast.Tuple) and len(index.elts) < 3:
+                    self.launches_without_stream.append(ast.unparse(node))
+                return kernels | _indexed(found, _count_indices(index))
+            case ast.Call():
+                return self.called(node)
+        found = set().union(*map(self.value, ast.iter_child_nodes(node)))
+        if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
+            return set()
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            return found
+        if not isinstance(node, (ast.Tuple, ast.List)):
+            self.note("unknown", found, node)
+        return _inside(found)
+
+    def called(self, node: ast.Call) -> set:
+        given = [self.value(x) for x in node.args]
+        named = {str(x.arg): self.value(x.value) for x in node.keywords}
+        functions = self.value(node.func) or {None}
+        if isinstance(node.func, ast.Attribute) and (owners := _arrays(self.value(node.func.value))):  # a method
+            given = [set(owners), *given]
+            functions = {getattr(np.ndarray, node.func.attr, None)}
+        if any(isinstance(x, ast.Starred) for x in node.args):
+            functions = {None}
+        return set().union(*[self.call(function, given, named, node) for function in functions])
+
+
+def _arrays(found: Iterable) -> list[_ArrayView]:
+    return [x for x in found if isinstance(x, _ArrayView)]
+
+
+def _inside(found: Iterable, is_unguarded: bool = False) -> set:
+    """What has these in it, or is a view of them."""
+    return {x._replace(ndim=math.inf, is_unguarded=is_unguarded or x.is_unguarded) for x in _arrays(found)}
+
+
+def _indexed(found: Iterable, n: int) -> set:
+    """What an index of so many dimensions gives: views of what has more, and nothing for numbers."""
+    return {x._replace(ndim=x.ndim - n) for x in _arrays(found) if x.ndim > n}
+
+
+def _attribute(owner: Any, name: str) -> set:
+    if isinstance(owner, _ArrayView):
+        is_fact = name in _ARRAY_METADATA and owner.ndim < math.inf  # else it may be a field of a struct
+        return set() if is_fact else _inside({owner}, name in _UNGUARDED)
+    with contextlib.suppress(Exception):  # of modules that load what is asked for, and of what has no hash
+        return {getattr(owner, name)}
+    return {name}  # Warp has most of its functions by name alone
+
+
+def _count_indices(index: Any) -> int:
+    """How many dimensions an index takes away."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return sum(not isinstance(x, ast.Slice) and getattr(x, "value", 0) not in (..., None) for x in parts)
+
+
+def _root(target: Any) -> Any:
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return target
+
+
+def _parts(target: Any, value: Any) -> tuple[list, list]:
+    """What an assignment assigns to, and what it assigns there."""
+    match target, value:
+        case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
+            return targets, values
+    return [target], [value]
+
+
+def _is_update(target: Any, value: Any) -> bool:
+    """Whether the value of an assignment is surely made of what it assigns to: `x[i] = f(x[i])`, `x[:] = f(x) + y`.
+
+    A value that is chosen is, if what chooses reads the target: `x[i] = y if y > x[i] else x[i]`.
+    """
+    nodes = list(ast.walk(value))
+    calls = [x for x in nodes if isinstance(x, ast.Call)]
+    tests = [x.test for x in nodes if isinstance(x, ast.IfExp)]
+    tests += [x.args[0] for x in calls if re.search(r"\b(where|select)$", ast.unparse(x.func))]
+    if tests:
+        return any(_reads(test, target) for test in tests)
+    operands = [x for node in nodes if isinstance(node, ast.BinOp) for x in (node.left, node.right)]
+    for call in calls:
+        if not re.search(r"(len|ndim|shape|size|_like)$", ast.unparse(call.func)):  # which look at no elements
+            operands += call.args
+    of_whole = ast.unparse(target).removesuffix("[:]").removesuffix("[...]")
+    return _reads(value, target) or any(isinstance(x, ast.Name) and x.id == of_whole for x in operands)
+
+
+def _reads(node: Any, target: Any) -> bool:
+    """Whether an expression reads what an assignment assigns to."""
+    same = [x for x in ast.walk(node) if type(x) is type(target) and _names_of(x) == _names_of(target)]
+    return ast.unparse(target) in map(ast.unparse, same)
+
+
+def _names_of(target: Any) -> str:
+    return getattr(_root(target), "id", "")
+
+
+def _is_device_array(value: Any) -> bool:
+    return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
+
+
+def _is_ufunc(function: Any) -> bool:
+    return hasattr(function, "nin") and not hasattr(function, "gufunc_builder")
+
+
+def _only_reads(function: Any, name: str) -> bool:
+    """Whether this is a function of Python's, NumPy's or Warp's that changes no array but what it gets as `out`."""
+    if isinstance(function, str) or hasattr(function, "native_func"):  # Warp's
+        return bool(_WARP_READS.search(name))
+    module = str(getattr(getattr(function, "__objclass__", function), "__module__", None))
+    return _is_ufunc(function) or (_is_library_module(module) and not module.startswith("numba"))
+
+
+def _name_of(function: Any, node: Any) -> str:
+    """`atomic.add`, `fill_diagonal`: its own name, which for Warp is a key; of what is unknown, that in the code."""
+    for name in (function, getattr(function, "key", None), getattr(function, "__qualname__", None)):
+        if isinstance(name, str):
+            return name
+    return ast.unparse(getattr(node, "func", node))
+
+
+_no_code = compile("", "", "exec")
+
+
+def _syntax_tree(function: Any) -> Any:
+    """The syntax tree of a function; None where there is no source that is its own."""
+    if isinstance(function, ast.AST):  # a def in a kernel
+        return function
+    if hasattr(function, "adj"):  # Warp keeps it
+        return function.adj.tree.body[0]
+    code = getattr(_py_func(function), "__code__", None)
+    return _trees_of(code.co_filename, "".join(linecache.getlines(code.co_filename))).get(code) if code else None
+
+
+@functools.lru_cache(maxsize=8)
+def _trees_of(file: str, text: str) -> dict[types.CodeType, Any]:
+    """The syntax tree of each function in a file, by what it compiles to; not of lambdas that share a line."""
+    trees = {}
+    nodes = collections.defaultdict(list)
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                first_line = [*getattr(node, "decorator_list", ()), node][0].lineno
+                nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
+        codes = [compile(text, file, "exec", dont_inherit=True)]
+        for code in codes:  # which grows
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            found = nodes[code.co_firstlineno, code.co_name]
+            if len(found) == 1:
+                trees[code] = found[0]
+    return trees
+
+
+# -- 8.4 Checks ----------------------------------------------------------------------------------------
+
+
+def _check_accesses(
+    wrapper: _Wrapper, call: _CallParams, accesses: _ArrayAccesses, buffers: Mapping[str, int], is_guarded: bool
+) -> None:
+    """Raise an error if a kernel writes to an input, or never stores to an output.
+
+    `buffers` has the number of each array parameter's buffer.  `is_guarded` says that the compiler refuses the writes
+    to inputs that it sees.
+    """
+    n_in = len(call.ins)
+    aliases = dict(call.aliases)
+    for name, k in buffers.items():
+        found = accesses.accesses[name]
+        if k < n_in and k not in aliases:
+            writes = [x for x in found if x.is_unguarded and x.kind != "unknown"] if is_guarded else found
+            if writes:
+                raise _written_input_error(wrapper.title, name, writes[0])
+        elif k >= n_in and k - n_in < call.n_results and wrapper.options.zero_outputs is None and not found:
+            raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...")
+
+
+def _written_input_error(title: str, name: str, access: _Access) -> TypeError:
+    does = "may write" if access.kind == "unknown" else "writes"
+    return TypeError(
+        f"{title} {does} to its input {name!r} by `{access.text:.80}`, and JAX may share inputs: write to an output, "
+        f"or name {name!r} in in_out_argnames"
+    )
+
+
+def _check_n_indices(title: str, launch: str, n: int, n_indices: int, function: str) -> None:
+    """Raise an error if a launch has other dimensions than the kernel asks an index of."""
+    if n != n_indices:
+        raise ValueError(
+            f"{title}: {launch} is for {n} indices, but {function} gives {n_indices}: threads would repeat, "
+            "or an index stay 0; launch_dims has a number for each index, and none for the elements of vectors"
+        )
+
+
+def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap, is_guarded: bool) -> None:
+    """Check what a Numba CUDA kernel does to the arrays that this argument map gives it."""
+    specs = call.ins + call.outs
+    given: list[_ArrayView | None] = []
+    buffers: dict[str, int] = {}
+    for position, k in enumerate(form.args):
+        name = wrapper.parameters[position] if position < len(wrapper.parameters) else f"argument {position}"
+        if k in form.scalars:
+            given.append(None)
+        else:
+            given.append(_ArrayView(name, len(specs[k].shape)))
+            buffers[name] = k
+    _check_accesses(wrapper, call, _ArrayAccesses(wrapper.kernel, given), buffers, is_guarded)
+
+
+# ======================================================================================================
+# 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
 # numba-cuda (0.30), its successor numba-cuda-mlir (0.6) and Numba's simulator compile; the driver loads and launches.
 # What a new one of these may break.
@@ -3319,9 +3578,9 @@ _CUDA_WHERE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}) or, of numba.cuda where NUMBA_ENABLE_CUDASIM=1 is set, on CPUs alone, "
     "in Python; for CPUs use numba_kernel"
 )
-_GPUS_LOCK: threading.RLock = _SHARED.setdefault("gpus_lock", threading.RLock())
+_GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
 # The simulator keeps the running kernel in globals, also in those of the kernel's module.
-_CUDASIM_LOCK: threading.RLock = _SHARED.setdefault("cudasim_lock", threading.RLock())
+_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
 def numba_cuda_kernel(
@@ -3394,7 +3653,7 @@ def numba_cuda_kernel(
       [2.0, 2.0, 2.0]
     """
     options = dict(locals())  # all arguments by name
-    return _wrap(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
+    return _make_wrapper(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
 def numba_cuda_callable(
@@ -3442,10 +3701,10 @@ def numba_cuda_callable(
       [4.0, 4.0, 4.0]
     """
     options = dict(locals())  # all arguments by name
-    return _wrap(_CudaCallable, options.pop("func"), _Options(**options))
+    return _make_wrapper(_CudaCallable, options.pop("func"), _Options(**options))
 
 
-# -- 8.1 Wrappers, and launch configurations ----------------------------------------------------------
+# -- 9.1 Wrappers, and launch configurations ----------------------------------------------------------
 # What is to run, on a GPU or in a simulator, and CUDA's limits.
 
 
@@ -3506,8 +3765,8 @@ class _CudaWrapper(_NumbaWrapper):
     def _target_of(
         self,
         package: _NumbaCuda,
-        call: _Call,
-        compile_kernel: Callable[[_Signature], _Compiled | None],
+        call: _CallParams,
+        compile_kernel: Callable[[_Signature], _CompiledHandler | None],
         *options: Any,
         freezes_globals: bool = False,
     ) -> _Target:
@@ -3518,7 +3777,8 @@ class _CudaWrapper(_NumbaWrapper):
         platform = package.platform
         compile_here = functools.partial(compile_kernel, signature)
         options = "cuda", package.module, *options
-        name = _NAMES.of_kernel(self, signature, options, platform, compile_here, freezes_globals)
+        specialization = _Specialization(signature, options, platform, self.options.name)
+        name = _REGISTRY.find_or_compile(self, specialization, compile_here, freezes_globals)
         return _Target(name, platform=platform, title=self.title, where=_CUDA_WHERE)
 
 
@@ -3526,9 +3786,9 @@ class _CudaKernel(_CudaWrapper):
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
-        if _ready_kind(kernel) != "numba_cuda" or getattr(kernel, "targetoptions", {}).get("device"):
+        if _decorated_backend(kernel) != "numba_cuda" or getattr(kernel, "targetoptions", {}).get("device"):
             takes = "a function decorated with @cuda.jit of numba or numba_cuda_mlir (without [grid, block])"
-            raise _wrong_kernel("numba_cuda_kernel", takes, kernel)
+            raise _unsupported_kernel_error("numba_cuda_kernel", takes, kernel)
         super().__init__(kernel, options)
         self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
@@ -3539,24 +3799,24 @@ class _CudaKernel(_CudaWrapper):
             f"{self.title} is called as a function of its inputs; its launch is given where it is made: grid=, block="
         )
 
-    def _find_target(self, call: _Call) -> _Target:
+    def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_configuration(call.ins, _Source(self.kernel, []).n_indices)
+        launch = self._launch_configuration(call.ins, _ArrayAccesses(self.kernel, []).n_indices)
         [form] = self._forms(call, may_return=False)
         in_order = self.options.in_order
         is_checked = self.options.zero_outputs is not False
 
-        def compile_kernel(signature: _Signature) -> _Compiled | None:
+        def compile_kernel(signature: _Signature) -> _CompiledHandler | None:
             compiled = package.compile(self.kernel, form, in_order, signature) if package.runs_here else None
-            self._check_form(call, form, is_guarded=True)
+            _check_form(self, call, form, is_guarded=True)
             return compiled
 
         freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
         options = form, in_order, is_checked
         target = self._target_of(package, call, compile_kernel, *options, freezes_globals=freezes_globals)
-        target = dataclasses.replace(target, launch=launch, runs_nothing=0 in launch[:3])
+        target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
         if self.options.name and not in_order:  # for exported programs, whose process may lower no batch
-            target.lowered(package.platform, has_batch=True)
+            target.registered_for(package.platform, has_batch=True)
         return target
 
     def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
@@ -3568,24 +3828,23 @@ class _CudaKernel(_CudaWrapper):
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
             threads = _dim3("launch_dims", dims)
             if n_indices:
-                self._check_indices(f"launch_dims={dims}", rank, n_indices, "cuda.grid")
+                _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
             grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
 class _CudaCallable(_CudaWrapper):
     decorator = "numba_cuda_callable"
-    instead_of_writing = "or start one with it, by input_output_aliases={{{!r}: 0}}"
 
     def __init__(self, func: Any, options: _Options) -> None:
         if not isinstance(func, (types.FunctionType, types.MethodType)):
             takes = "a Python function that launches kernels (for one kernel use numba_cuda_kernel)"
-            raise _wrong_kernel("numba_cuda_callable", takes, func)
+            raise _unsupported_kernel_error("numba_cuda_callable", takes, func)
         super().__init__(func, options)
 
-    def _find_target(self, call: _Call) -> _Target:
+    def _find_target(self, call: _CallParams) -> _Target:
         package = _cuda_package_named_by(self.kernel, self.title)
-        _check_takes(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
+        _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
         self._check_launches(call)
 
         function = self.kernel  # what runs it lives for ever: not so the wrapper
@@ -3594,25 +3853,27 @@ class _CudaCallable(_CudaWrapper):
             if function(*arrays, stream) is not None:
                 raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
 
-        def compile_callable(signature: _Signature) -> _Compiled | None:
+        def compile_callable(signature: _Signature) -> _CompiledHandler | None:
             return _compile_handler(signature, package.callback(signature, run)) if package.runs_here else None
 
         return self._target_of(package, call, compile_callable)
 
-    def _check_launches(self, call: _Call) -> None:
+    def _check_launches(self, call: _CallParams) -> None:
         """Check what the kernels do to the arrays, as far as the source of the function shows it."""
-        views = [_View(name, len(x.shape), is_unguarded=True) for name, x in zip(self.parameters, call.ins + call.outs)]
-        source = _Source(self.kernel, views)
+        views = [
+            _ArrayView(name, len(x.shape), is_unguarded=True) for name, x in zip(self.parameters, call.ins + call.outs)
+        ]
+        source = _ArrayAccesses(self.kernel, views)
         for launch in source.launches_without_stream:
             raise TypeError(
                 f"{self.title} launches `{launch}` on another stream than XLA's, where it may run before its inputs "
                 "are there: kernel[grid, block, stream](...)"
             )
         buffers = {view.parameter: k for k, view in enumerate(views)}
-        self._check_accesses(call, source, buffers, is_guarded=True)
+        _check_accesses(self, call, source, buffers, is_guarded=True)
 
 
-# -- 8.2 The packages that compile kernels, and the driver --------------------------------------------
+# -- 9.2 The packages that compile kernels, and the driver --------------------------------------------
 # All that differs between numba-cuda, its successor and the simulator.
 
 
@@ -3622,7 +3883,7 @@ class _NumbaCuda:
     module = "numba.cuda"
     platform = "cuda"
     inline = "never"
-    params = staticmethod(_numba_params)  # one array as kernels take it
+    params = staticmethod(_numba_array_members)  # one array as kernels take it
 
     @property
     def cuda(self) -> Any:
@@ -3634,31 +3895,31 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
+    def compile(self, kernel: Any, form: _ArgumentMap, in_order: bool, signature: _Signature) -> _CompiledHandler:
         """A handler that launches a kernel: for each slice of a batch, until `_CudaBatch` makes it launch it once."""
-        what_it_read = _READ_WHEN_COMPILED.setdefault(kernel, _reads_of(kernel))
+        first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
         launcher = self.launcher(self.adapted(kernel, form), signature)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
-        def compile_in_z() -> tuple[_Compiled, int]:
+        def compile_in_z() -> tuple[_CompiledHandler, int]:
             if in_order:
-                raise _NoSingleLaunch("vmap_method says that slices run in order")
+                raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
             if asks := _ASKS_FOR_Z.search(launcher.ptx):
-                raise _NoSingleLaunch(f"blocks along z are the slices, and its PTX has {asks[0]}")
+                raise _BatchLaunchUnsupported(f"blocks along z are the slices, and its PTX has {asks[0]}")
             if names := _device_arrays_written_by(kernel):
-                raise _NoSingleLaunch(f"it may write to global arrays on the device: {', '.join(names)}")
-            of_batch = dataclasses.replace(signature, ranks=tuple(rank + 1 for rank in signature.ranks))
+                raise _BatchLaunchUnsupported(f"it may write to global arrays on the device: {', '.join(names)}")
+            of_batch = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
             in_z = self.launcher(self.adapted(kernel, form._replace(slice_ranks=signature.ranks)), of_batch)
-            if _reads_of(kernel) != what_it_read:
-                raise _NoSingleLaunch("it reads other values now than when it was compiled")
+            if _fingerprint(kernel) != first_fingerprint:
+                raise _BatchLaunchUnsupported("it reads other values now than when it was compiled")
             with self.on_device(_cuda_ordinals()[0]):
                 most_threads = min(in_z.libcuda.limit(_PTR(function), 0) for function in in_z.table if function)
-            emitter = _CudaEmitter(self, in_z, handler.kernel.slices, most_threads)
+            emitter = _CudaEmitter(self, in_z, handler.data.inner_loop, most_threads)
             return _compile_handler(signature, emitter), most_threads
 
         return handler._replace(batch=_CudaBatch(handler, compile_in_z))
 
-    def adapted(self, kernel: Any, form: _Form) -> Any:
+    def adapted(self, kernel: Any, form: _ArgumentMap) -> Any:
         """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
         is_plain = form.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
@@ -3692,11 +3953,11 @@ class _NumbaCuda:
         try:
             return dispatcher.compile(_array_types(nbtypes, signature))
         except Exception as error:
-            raise _refusal(self.module, signature, error) from error
+            raise _compile_error(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
-        n_params = sum(len(self.params(_Array(0, [1] * rank, 1))) for rank in signature.ranks)
+        n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
         found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
         declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
         extras = {
@@ -3756,7 +4017,7 @@ class _NumbaCudaMlir(_NumbaCuda):
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
-    def params(self, array: _Array) -> list[Any]:  # type: ignore[override]
+    def params(self, array: _SliceArray) -> list[Any]:  # type: ignore[override]
         """Data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
@@ -3766,7 +4027,7 @@ class _CudaSimulator(_NumbaCuda):
 
     platform = "cpu"
 
-    def compile(self, kernel: Any, form: _Form, in_order: bool, signature: _Signature) -> _Compiled:
+    def compile(self, kernel: Any, form: _ArgumentMap, in_order: bool, signature: _Signature) -> _CompiledHandler:
         function = form.adapter(kernel.py_func)
 
         def launched(*buffers: Any) -> None:
@@ -3829,7 +4090,7 @@ def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
     """The package that makes the arrays and the stream of a callable: the one that its code names."""
     function = getattr(func, "__func__", func)  # of a method
     with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        found = {_cuda_package(value) for called in _functions_of(function) for _, value in _values_of(_python(called))}
+        found = {_cuda_package(value) for _, value in _all_captured_values(function)}
     for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
         if package in found:
             return package
@@ -3903,7 +4164,7 @@ class _LibCuda:
         return function.value or 0
 
 
-# -- 8.3 From a kernel to a handler -------------------------------------------------------------------
+# -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # Streams, devices and launches, whatever compiled the kernel.
 
 # What in PTX says that a kernel knows of the z of its blocks or grid, or calls code of others that may: then z cannot
@@ -3912,15 +4173,15 @@ _ASKS_FOR_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
     r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
 )
-# Of each kernel, what it read when it was first compiled: Numba reads a variable once for each compilation.
-_READ_WHEN_COMPILED: Any = weakref.WeakKeyDictionary()
+# The fingerprint of each kernel when it was first compiled: each compilation captures values again.
+_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Global arrays on the device that a kernel, or a function that it calls, may write to: workspaces, counters."""
-    source = _Source(kernel, [])
-    values = [x for function in _functions_of(kernel) for x in _values_of(_python(function)) if _is_device_array(x[1])]
-    return [name for name, _ in values if source.has_own_code or source.accesses[_GLOBAL + name]]
+    source = _ArrayAccesses(kernel, [])
+    names = [name for name, value in _all_captured_values(kernel) if _is_device_array(value)]
+    return [name for name in names if source.has_own_code or source.accesses[_GLOBAL + name]]
 
 
 def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
@@ -3931,11 +4192,11 @@ def _ask_xla(handler: _Handler, function: str, kind: Any) -> Any:
     return args
 
 
-def _cuda_stream(handler: _Handler) -> _Word:
+def _cuda_stream(handler: _Handler) -> _Int64:
     return _ask_xla(handler, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
 
-def _cuda_fill(handler: _Handler, libcuda: _LibCuda, target: _Word, source: Any, nbytes: _Word) -> None:
+def _write_cuda_fill(handler: _Handler, libcuda: _LibCuda, target: _Int64, source: Any, nbytes: _Int64) -> None:
     """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
     code = handler.call(libcuda.address(function), target, source, nbytes, _cuda_stream(handler))
@@ -3943,13 +4204,13 @@ def _cuda_fill(handler: _Handler, libcuda: _LibCuda, target: _Word, source: Any,
     handler.fail(handler.text(text), when=code & 0xFFFF_FFFF)  # a C int
 
 
-def _cuda_place(handler: _Handler) -> tuple[_Word, _Word]:
+def _write_stream_and_device(handler: _Handler) -> tuple[_Int64, _Int64]:
     """The stream and the CUDA ordinal of the call."""
     ordinal = _ask_xla(handler, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
     return _cuda_stream(handler), ordinal
 
 
-def _launch_words(handler: _Handler) -> list[_Word]:
+def _launch_words(handler: _Handler) -> list[_Int64]:
     first = handler.launch
     return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
@@ -3972,20 +4233,20 @@ class _CudaLauncher:
             launch = _launch_at(address)
             shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
             text = f"{libcuda.describe(code)}, from a launch with {shown}{libcuda.exceeded(function, launch)}"
-            return _keep_message(RuntimeError(text), label)
+            return _store_error_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
     def launch_in(self, handler: _Handler) -> Callable[..., None]:
         """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
-        stream, ordinal = _cuda_place(handler)
+        stream, ordinal = _write_stream_and_device(handler)
         function = handler.load(ordinal * 8 + ctypes.addressof(self.table))
         x, y, z, *others = _launch_words(handler)
 
         def start(params: Sequence[Any], z: Any = z) -> None:
             args = function, x, y, z, *others, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
-            with handler.when(code & 0xFFFF_FFFF, likely=False):  # a C int
+            with handler.if_(code & 0xFFFF_FFFF, likely=False):  # a C int
                 handler.fail(handler.call(self.report, code, function, handler.launch))
 
         return start
@@ -3995,7 +4256,8 @@ class _CudaEmitter(_Emitter):
     traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
 
     # With `for_each_slice` arrays have the slices as first dimension, and these are the blocks along z.  It is the
-    # address of another handler's `slices`, which launches each: for calls whose blocks have a z, or too many threads.
+    # address of another handler's `inner_loop`, which launches each: for calls whose blocks have a z, or too many
+    # threads.
     def __init__(
         self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0, most_threads: int = 0
     ) -> None:
@@ -4009,8 +4271,8 @@ class _CudaEmitter(_Emitter):
         if self.for_each_slice:
             launch = _launch_words(handler)
             has_z = launch[2] > 1
-            with handler.when(has_z | (math.prod(launch[3:6]) > self.most_threads), likely=False):
-                handler.ret(handler.call(self.for_each_slice, handler.frame, handler.cursors, handler.count))
+            with handler.if_(has_z | (math.prod(launch[3:6]) > self.most_threads), likely=False):
+                handler.ret(handler.call(self.for_each_slice, handler.frame, handler.buffers, handler.count))
         start = self.launcher.launch_in(handler)
         if self.for_each_slice:
             with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
@@ -4019,7 +4281,7 @@ class _CudaEmitter(_Emitter):
             with handler.each_slice() as arrays:
                 start(self._params(handler, arrays))
 
-    def _params(self, handler: _Handler, arrays: Sequence[_Array]) -> list[_Word]:
+    def _params(self, handler: _Handler, arrays: Sequence[_SliceArray]) -> list[_Int64]:
         """The addresses of the kernel's parameters."""
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
@@ -4029,32 +4291,32 @@ class _CudaEmitter(_Emitter):
 class _CudaBatch:
     """Makes the handler of a kernel launch it once for a batch, from when a batch is first lowered.
 
-    It keeps its name, so that other programs, also exported ones, gain by it.
+    The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(self, handler: _Compiled, compile_in_z: Callable[[], tuple[_Compiled, int]]) -> None:
+    def __init__(self, handler: _CompiledHandler, compile_in_z: Callable[[], tuple[_CompiledHandler, int]]) -> None:
         self.handler = handler  # which launches each slice
         self.compile_in_z = compile_in_z  # gives another one, and how many threads its blocks may have
         self.most_threads: int | None = None
         self.lock = threading.Lock()
 
     def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-        """A `_NoSingleLaunch`, or what the package raises, says why a batch of such launches stays as it is."""
+        """A `_BatchLaunchUnsupported`, or what the package raises, says why a batch of such launches stays as it is."""
         if grid[2] > 1:
-            raise _NoSingleLaunch(f"blocks along z are the slices, and it has some of its own: {grid=}")
+            raise _BatchLaunchUnsupported(f"blocks along z are the slices, and it has some of its own: {grid=}")
         with self.lock:
             if self.most_threads is None:
                 self.most_threads = sys.maxsize  # what fails says so once, and is not tried again
                 in_z, self.most_threads = self.compile_in_z()
-                self.handler.alive.append(in_z)
-                # Calls may run meanwhile: they load this one aligned word, and do right by its old value and its new.
-                self.handler.kernel.slices = in_z.kernel.slices
+                self.handler.keep_alive.append(in_z)
+                # Concurrent calls load this aligned word.  Both the old and the new value are valid.
+                self.handler.data.inner_loop = in_z.data.inner_loop
         if math.prod(block) > self.most_threads:
-            raise _NoSingleLaunch(f"it may then have {self.most_threads} threads in a block, and {block=}")
+            raise _BatchLaunchUnsupported(f"it may then have {self.most_threads} threads in a block, and {block=}")
 
 
 # ======================================================================================================
-# 9. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
+# 10. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 #
 # What a new Warp may break.
 # - Loudly: attributes of kernels, modules, and types of arrays, structs and elements (`_warp_param`, `_warp_content`).
@@ -4062,16 +4324,16 @@ class _CudaBatch:
 #   kernel leaves out (`_warp_content`); how a launch is recorded, packed and run (`_record`, `_warp_blocks`), its grid
 #   (`cuda_launch`), and which launches are more than the start of a kernel (`_record`); that tiles on CPUs have one
 #   memory for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of
-#   C++ are made (9.5: test_warp_a_batch_is_one_launch counts launches).
+#   C++ are made (10.5: test_warp_a_batch_is_one_launch counts launches).
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
-_WARP_LOCK: threading.RLock = _SHARED.setdefault("warp_lock", threading.RLock())
+_WARP_LOCK: threading.RLock = _PROCESS_STATE.setdefault("warp_lock", threading.RLock())
 _WARP_MAX_DIMS = 4
 _WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
 
 
-# -- 9.1 The wrapper ----------------------------------------------------------------------------------
+# -- 10.1 The wrapper ----------------------------------------------------------------------------------
 
 
 def warp_kernel(
@@ -4146,7 +4408,7 @@ def warp_kernel(
       [0.0, 2.0, 4.0]
     """
     options = dict(locals())  # all arguments by name
-    return _wrap(_WarpKernel, options.pop("kernel"), _WarpOptions(**options))
+    return _make_wrapper(_WarpKernel, options.pop("kernel"), _WarpOptions(**options))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -4182,7 +4444,7 @@ class _WarpKernel(_Wrapper):
     def __init__(self, kernel: Any, options: Any, values: Mapping[str, Any] | None = None) -> None:
         wp = _import("warp", "warp_kernel", _WARP_INSTALL)
         if not isinstance(kernel, wp.Kernel):
-            raise _wrong_kernel("warp_kernel", "a function decorated with warp.kernel", kernel)
+            raise _unsupported_kernel_error("warp_kernel", "a function decorated with warp.kernel", kernel)
         if kernel.is_generic:
             fix = "wp.overload(kernel, [types of its parameters]) gives one that is not"
             raise TypeError(f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: {fix}")
@@ -4209,7 +4471,7 @@ class _WarpKernel(_Wrapper):
         return wrapper._call_inputs([*arguments.values()])
 
     # A pickle by value would have all of the kernel's module, which is then there twice.
-    _reduce_without_module = _ByName._reduce_without_module
+    _reduce_without_module = _PickledByReference._reduce_without_module
 
     def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
@@ -4221,7 +4483,7 @@ class _WarpKernel(_Wrapper):
 
     # -- from a call to a target -----------------------------------------------------------------------
 
-    def _find_target(self, call: _Call) -> _Target:
+    def _find_target(self, call: _CallParams) -> _Target:
         n_in = len(call.ins)
         specs = call.ins + call.outs
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
@@ -4233,10 +4495,12 @@ class _WarpKernel(_Wrapper):
         for name, spec in zip(names, specs):
             self.params[name].check(spec)
         buffers = {name: k for k, name in enumerate(names)}
-        self._check_accesses(call, _source_of(self.kernel), buffers, is_guarded=False)
+        _check_accesses(self, call, _warp_array_accesses(self.kernel), buffers, is_guarded=False)
         return self._target(call, {(name, "data"): k for name, k in buffers.items()}, call.ins)
 
-    def _target(self, call: _Call, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]) -> _WarpTarget:
+    def _target(
+        self, call: _CallParams, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
+    ) -> _WarpTarget:
         """What launches the kernel, or with gradients its adjoint, on the buffers of a call.
 
         `buffers` has their numbers, as in `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
@@ -4248,7 +4512,7 @@ class _WarpKernel(_Wrapper):
         in_place = ", if it changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
             self.__name__,
-            runs_nothing=0 in launch_dims,
+            is_noop=0 in launch_dims,
             title=self.title,
             where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
             derivative="" if options.differentiable else f"say differentiable=True for reverse mode{in_place}, or ",
@@ -4264,10 +4528,10 @@ class _WarpKernel(_Wrapper):
             in_order=options.in_order,
         )
         platform = _default_platform().replace("gpu", "cuda")
-        if platform in ("cpu", "cuda") and not target.runs_nothing:
-            target.lowered(platform)
-            if options.name:
-                target.lowered(platform, has_batch=True)  # for exported programs, whose process may lower no batch
+        if platform in ("cpu", "cuda") and not target.is_noop:
+            target.registered_for(platform)
+            if options.name:  # for exported programs, whose process may lower no batch
+                target.registered_for(platform, has_batch=True)
         return target
 
     def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -4282,10 +4546,10 @@ class _WarpKernel(_Wrapper):
         limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
         what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
         dims = _ints(launch_dims, what)
-        source = _source_of(self.kernel)
+        source = _warp_array_accesses(self.kernel)
         has_blocks = self.options.tiled or source.uses_tiles  # whose threads are a last dimension
         if is_missing or (source.n_indices and not has_blocks):
-            self._check_indices(launch, len(dims), source.n_indices, "wp.tid()")
+            _check_n_indices(self.title, launch, len(dims), source.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(what)
         return dims
@@ -4327,7 +4591,7 @@ class _WarpKernel(_Wrapper):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _Call:
+    def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _CallParams:
         """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes, gradients).
 
         It changes what it replays of the kernel, and the cotangents.  Gradients start from zeros.
@@ -4338,13 +4602,13 @@ class _WarpKernel(_Wrapper):
         ins = (*args, *outs, *(outs[j] for j in float_outs))
         operands = [(name, "data") for name in names] + [(names[len(args) + j], "grad") for j in float_outs]
         buffers = {buffer: k for k, buffer in enumerate(operands)}
-        replayed = _source_of(self.kernel).replayed
+        replayed = _warp_array_accesses(self.kernel).replayed
         changed = [k for (name, field), k in buffers.items() if field == "grad" or name in replayed]
         buffers |= {(names[i], "grad"): k for k, i in enumerate(float_args, start=len(ins) + len(changed))}
         results = tuple([ins[k] for k in (*changed, *float_args)])
         aliases = tuple([(k, j) for j, k in enumerate(changed)])
         zeroed = tuple(range(len(changed), len(results)))
-        call = _Call(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
+        call = _CallParams(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
         target = self._target(call, buffers, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
@@ -4355,8 +4619,8 @@ def _floats(arrays: Sequence[Any]) -> list[int]:
     return [k for k, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
-# -- 9.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 9.3.  Checked on 1.14 and 1.19.
+# -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
+# Code for some versions of Warp names them, here and in 10.3.  Checked on 1.14 and 1.19.
 
 
 @contextlib.contextmanager
@@ -4393,13 +4657,13 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     """
     ndim = len(info.shape)
     if not 1 <= ndim <= _WARP_MAX_DIMS:
-        what = f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_show(info)}"
+        what = f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_format_spec(info)}"
         raise ValueError(f"{what}; reshape it to (1,), or to fewer dimensions")
     wp = _import("warp", "jaxinfo_to_warpinfo", _WARP_INSTALL)
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
 
-# -- 9.3 The parameters of a kernel, and its content --------------------------------------------------
+# -- 10.3 The parameters of a kernel, and its content --------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -4441,7 +4705,7 @@ class _WarpParam:
 
     def check(self, spec: Spec) -> None:
         """Raise if an array of this spec cannot be the argument."""
-        what = f"{self.title} is a warp.array, {self} for JAX; got {_show(spec)}"
+        what = f"{self.title} is a warp.array, {self} for JAX; got {_format_spec(spec)}"
         if spec.dtype != self.dtype:
             fix = f"cast it by jnp.asarray(x, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
             if str(self.dtype).endswith("64"):
@@ -4495,13 +4759,13 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # content -> `_Source`
+_WARP_SOURCES = _BoundedCache()  # content -> `_ArrayAccesses`
 
 
-def _source_of(kernel: Any) -> _Source:
+def _warp_array_accesses(kernel: Any) -> _ArrayAccesses:
     content = _warp_content(kernel)
-    given = [_View(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
-    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _Source(kernel, given))
+    given = [_ArrayView(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
+    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _ArrayAccesses(kernel, given))
 
 
 def _objects(value: Any) -> np.ndarray:
@@ -4516,13 +4780,13 @@ def _value_key(value: Any) -> tuple:
     return type(value), getattr(value, "dtype", None), str(_objects(value).tolist())
 
 
-# -- 9.4 A launch, as Warp records it -----------------------------------------------------------------
+# -- 10.4 A launch, as Warp records it -----------------------------------------------------------------
 # How Warp packs a launch into blocks of memory differs between versions.  So where a call is traced or lowered, Warp
 # records a launch, with stand-ins for the pointers to its buffers.  The attribute `launch` has the bytes of the blocks;
 # a handler copies them, and writes the pointers of a slice where stand-ins stood.
 
 
-def _stand_in(k: int) -> int:
+def _placeholder_pointer(k: int) -> int:
     """What stands for the pointer to buffer k, or for ~k, the bytes from one slice of it to the next.
 
     A number that no other is by accident, aligned as pointers are.
@@ -4534,7 +4798,7 @@ def _stand_in(k: int) -> int:
 class _WarpTarget(_Target):
     """What Warp must know to record a launch of a kernel, or of its adjoint.
 
-    `name` is for messages; `lowered` returns a `_Target` with the registered name.
+    `name` is for messages; `registered_for` returns a `_Target` with the registered name.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -4550,30 +4814,33 @@ class _WarpTarget(_Target):
     in_order: bool
     is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
 
-    def lowered(self, platform: str, has_batch: bool = False) -> _Target:
+    def registered_for(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{n}" for n in _cuda_ordinals()]}.get(platform)
         if not devices:
-            return super().lowered(platform)  # raises
+            return super().registered_for(platform)  # raises
         if platform == "cuda" and has_batch:
-            with _or_each_slice(self.title):
-                return self._in_z().lowered(platform)
+            with _log_per_slice_fallback(self.title):
+                return self._in_z().registered_for(platform)
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:  # Warp may leave another device's context current
             emitter = _WarpEmitter(self, [self._record(wp, device) for device in devices])
             # The content may be another one than where the kernel was traced.
             content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
-            layout = platform, emitter.block_sizes, emitter.pointers
-            name = _NAMES.of_content(content, self.signature, self.given_name, str(layout))
-            if name not in _TARGETS:
+            layout = str((platform, emitter.block_sizes, emitter.pointers))
+            specialization = _Specialization(self.signature, content, platform, self.given_name, layout)
+
+            def compile_handler() -> _CompiledHandler:
                 _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
-                _register(name, platform, _compile_handler(self.signature, emitter))
+                return _compile_handler(self.signature, emitter)
+
+            name = _REGISTRY.find_or_register(specialization, compile_handler)
         return _Target(name, emitter.launch, platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
-        """What runs a batch by one launch (9.5)."""
+        """What runs a batch by one launch (10.5)."""
         if self.in_order:
-            raise _NoSingleLaunch("vmap_method says that slices run in order")
+            raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
         buffers = tuple([array[:3] for array in self.arrays])
         return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
 
@@ -4584,10 +4851,10 @@ class _WarpTarget(_Target):
         grad: dict[str, Any] = {}
         for name, field, k, dims in reversed(self.arrays):  # gradients first
             dtype = warp_types[name].dtype
-            array = wp.array(ptr=_stand_in(k), shape=dims, dtype=dtype, device=device, grad=grad.get(name))
+            array = wp.array(ptr=_placeholder_pointer(k), shape=dims, dtype=dtype, device=device, grad=grad.get(name))
             (data if field == "data" else grad)[name] = array
             if self.is_in_z:
-                data[_STEP.format(k)] = _stand_in(~k)
+                data[_STEP.format(k)] = _placeholder_pointer(~k)
         inputs = [data[name] for name in warp_types]
         block_dim = 1 if device == "cpu" else self.block_dim
         dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
@@ -4605,7 +4872,7 @@ class _WarpTarget(_Target):
         if command is None:  # some versions of Warp report a failed build once only
             raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
         wants_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False)
-        has_blocks = wants_blocks and (self.is_tiled or _source_of(self.kernel).uses_tiles)
+        has_blocks = wants_blocks and (self.is_tiled or _warp_array_accesses(self.kernel).uses_tiles)
         if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
             raise NotImplementedError(
                 f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
@@ -4618,7 +4885,7 @@ class _WarpTarget(_Target):
         numbers = [k for _, _, k, _ in self.arrays]
         if self.is_in_z:
             numbers += [~k for k in numbers]
-        by_stand_in = {_stand_in(k): k for k in numbers}
+        by_stand_in = {_placeholder_pointer(k): k for k in numbers}
         if not by_stand_in.keys() <= set(words):
             raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
         return tuple([(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in])
@@ -4627,7 +4894,7 @@ class _WarpTarget(_Target):
         """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
         threads = self.block_dim
         n_threads = command.bounds.size
-        if n_threads % threads and _source_of(self.kernel).uses_tiles:
+        if n_threads % threads and _warp_array_accesses(self.kernel).uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
                 f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
@@ -4670,7 +4937,7 @@ class _WarpEmitter(_Emitter):
         if command.device.is_cpu:
             self.launch = tuple(words)
             self.entry = self.entries[0]
-            if _source_of(target.kernel).uses_tiles:
+            if _warp_array_accesses(target.kernel).uses_tiles:
                 # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap.
                 self.lock = _native_lock("tile_lock")
             self.in_order = target.in_order or bool(self.lock)
@@ -4684,7 +4951,7 @@ class _WarpEmitter(_Emitter):
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
         exceeded = max([self.libcuda.exceeded(entry, launch) for entry in self.entries])
         if self.is_in_z and exceeded:  # it may take more registers
-            raise _NoSingleLaunch(f"it does not fit then{exceeded}")
+            raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
 
     def write(self, handler: _Handler) -> None:
         offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
@@ -4695,9 +4962,9 @@ class _WarpEmitter(_Emitter):
         if self.libcuda:
             start = self.launcher.launch_in(handler)
 
-        def point_to(arrays: Sequence[_Array]) -> None:
+        def point_to(arrays: Sequence[_SliceArray]) -> None:
             for n, k in self.pointers:
-                handler.store(arrays[k].pointer if k >= 0 else handler.cursors[~k].step, words + 8 * n)
+                handler.store(arrays[k].pointer if k >= 0 else handler.buffers[~k].step, words + 8 * n)
 
         if self.is_in_z:
             with handler.each_chunk(_CUDA_LIMITS["grid"][2]) as (arrays, count):
@@ -4709,10 +4976,10 @@ class _WarpEmitter(_Emitter):
             if start:
                 start(blocks)
             else:
-                handler.call(handler.kernel.entry, *blocks)
+                handler.call(handler.data.entry, *blocks)
 
 
-# -- 9.5 A batch in one launch ------------------------------------------------------------------------
+# -- 10.5 A batch in one launch ------------------------------------------------------------------------
 # On a GPU the blocks along z are the slices of a batch, as Warp counts threads along x alone, if kernels loop over the
 # grid.  A second kernel is the first one with lines in front that move each array to the slice of the block, by a step
 # in bytes that the handler writes where it writes pointers: 0 if all slices share an array.
@@ -4741,14 +5008,14 @@ def _kernel_in_z(kernel: Any, buffers: tuple[tuple[str, str, int], ...]) -> Any:
 
 def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, int]]) -> Any:
     source = kernel.adj.source
-    if _source_of(kernel).has_own_code or kernel.adj.transformers:  # which would see another source
-        raise _NoSingleLaunch("it calls C++, or has adjoints or code transformers, of your own")
+    if _warp_array_accesses(kernel).has_own_code or kernel.adj.transformers:  # which would see another source
+        raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
-    names = _variables_of(kernel.func)
+    names = _captured_variables(kernel.func)
     same = _kernel_like(kernel, source, annotations, names)
     same.module.get_module_hash()  # also hashes the kernels
     if same.hash != kernel.hash:
-        raise _NoSingleLaunch("what it names is something else now than when Warp read it")
+        raise _BatchLaunchUnsupported("what it names is something else now than when Warp read it")
     lines = []
     for name, field, k in buffers:
 
@@ -4776,7 +5043,7 @@ def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **opt
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
 
-# -- 9.6 Gradients that Warp gets wrong ---------------------------------------------------------------
+# -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
 # Warp's adjoint goes back through a loop of unknown length with the values that variables have at other times: what a
 # loop assigns is stale.  That is right for sums, whose adjoint needs no values, and silently wrong for products, for
 # functions and powers of what was summed, for conditions and for indices (compared with finite differences, Warp 1.14
@@ -4799,10 +5066,10 @@ class _StaleValues(_Interpreter):
         self.max_unroll = max_unroll
         self.overwritten = ""  # the element that is being assigned
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
-        tree = _tree_of(function)
+        tree = _syntax_tree(function)
         self.parameters = {x.arg for x in tree.args.args}
         self.names = {name: {_GRADIENT} for name in self.parameters if name not in inert}
-        self.variables = _variables_of(_python(function))
+        self.variables = _captured_variables(_py_func(function))
         self.run(tree.body)
 
     def need(self, node: Any, found: set) -> None:
@@ -4868,7 +5135,7 @@ class _StaleValues(_Interpreter):
         match node:
             case ast.Name(id=name):
                 return self.names.get(name, set())
-            case ast.Attribute(attr=name) if name in _FACTS:
+            case ast.Attribute(attr=name) if name in _ARRAY_METADATA:
                 return set()
             case ast.Subscript(value=array, slice=index):
                 self.need(node, self.value(index))
@@ -4910,7 +5177,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's own
     found: dict[tuple[str, int], tuple[str, str]] = {}
-    for n, function in enumerate(dict.fromkeys(function for function, _ in _source_of(kernel).results)):
+    for n, function in enumerate(dict.fromkeys(function for function, _ in _warp_array_accesses(kernel).results)):
         found |= _StaleValues(function, () if n else inert, max_unroll).found  # the first is the kernel
     for (file, line), (name, text) in found.items():
         warnings.warn(
@@ -4918,13 +5185,13 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
             f"of {file}), and has its value at another time.  Put the loop into a wp.func that returns "
             f"what it sums up, or give it a constant length of at most {max_unroll}; then compare the gradient by "
             'jax.test_util.check_grads(f, args, order=1, modes=["rev"])',
-            skip_file_prefixes=_FILES_BEFORE_THE_USERS,
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
     _WARNED_OF.add(kernel)
 
 
 # ======================================================================================================
-# 10. XLACustomKernel: one operation, many backends, all of JAX's transformations.
+# 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
 # An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
 # the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
 # primitive, with the derivative rules of the user.
@@ -4937,10 +5204,10 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # the primitive and its transpose rule can be called by hand, the latter without outs (`_OpPrimitive.op_params`); and
 # that rules may return an undefined operand for zero (`_from_rule`).
 
-# -- 10.1 The op: registration, dispatch, rules --------------------------------------------------------
+# -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
-class XLACustomKernel(_ByName):
+class XLACustomKernel(_PickledByReference):
     """An operation with kernels for several backends that takes part in all of JAX's transformations.
 
     Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
@@ -5000,7 +5267,7 @@ class XLACustomKernel(_ByName):
         is_traced = False
         for x in ins:
             if type(x) not in _INPUT_TYPES:
-                ins, is_traced = _as_inputs(ins, self.title)
+                ins, is_traced = _convert_inputs(ins, self.title)
                 break
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
@@ -5175,7 +5442,9 @@ class XLACustomKernel(_ByName):
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the derivative by one rule per operand; see :func:`defjvp`."""
         what = f"{self.title}: def_jvp_rule2: the rule of operand"
-        self._set_rule("jvp", [rule and _tolerant(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)])
+        self._set_rule(
+            "jvp", [rule and _drop_unaccepted_kwargs(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)]
+        )
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose of an op that is linear in some operands; usable as a decorator.
@@ -5204,10 +5473,10 @@ class XLACustomKernel(_ByName):
           6.0
         """
         what = f"{self.title}: a rule of def_vjp_rule"
-        self._set_rule("vjp", (_tolerant(fwd, what), _tolerant(bwd, what)))
+        self._set_rule("vjp", (_drop_unaccepted_kwargs(fwd, what), _drop_unaccepted_kwargs(bwd, what)))
 
     def _define_rule(self, kind: str, fun: Callable) -> Callable:
-        self._set_rule(kind, _tolerant(fun, f"{self.title}: a {kind} rule"))
+        self._set_rule(kind, _drop_unaccepted_kwargs(fun, f"{self.title}: a {kind} rule"))
         return fun
 
     def _set_rule(self, kind: str, rule: Any) -> None:
@@ -5245,7 +5514,7 @@ class XLACustomKernel(_ByName):
         """
         platform = _default_platform()
         self._entry(platform, backend)  # raises where there is none
-        args = jax.device_put(_as_inputs(ins, self.title)[0])
+        args = jax.device_put(_convert_inputs(ins, self.title)[0])
         rows = []
         reference = None
         for name in [backend] if backend else self.available_backends(platform):
@@ -5296,7 +5565,7 @@ class KernelEntry:
     fallback: bool = False
 
 
-# -- 10.2 A call: from op(...) to its primitive --------------------------------------------------------
+# -- 11.2 A call: from op(...) to its primitive --------------------------------------------------------
 
 
 def _outs_key(outs: Any) -> tuple:
@@ -5306,7 +5575,7 @@ def _outs_key(outs: Any) -> tuple:
         return kind, tuple([_outs_key(x) for x in outs])
     if kind is Spec or _is_spec(outs):
         return outs.shape, outs.dtype
-    leaves, tree = _flatten(outs)
+    leaves, tree = _flatten_specs(outs)
     return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
 
 
@@ -5322,31 +5591,31 @@ def _tagged(value: Any) -> Any:
     return kind, value
 
 
-# -- 10.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
+# -- 11.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
 # For one slice and one backend.
 
 
 def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
     """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
-    kind = _ready_kind(kg)
+    kind = _decorated_backend(kg)
     if options and kind not in _BACKENDS:
         raise TypeError(f"{kernel}: {', '.join(options)} can be given with a ready kernel only; else in its wrapper")
     if kind is not None:
-        return functools.partial(_wrap_ready, kg, options)
+        return functools.partial(_wrap_decorated, kg, options)
     if not callable(kg):
         raise TypeError(f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel) must be callable, got {kg!r}")
     return kg
 
 
-def _wrap_ready(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
+def _wrap_decorated(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
     """A ready kernel as a function of arrays; anything else as it is."""
-    kind = _ready_kind(kernel)
+    kind = _decorated_backend(kernel)
     if params:
         raise TypeError(f"static parameters {list(params)} need a generator that makes this {kind} kernel of them")
     return _BACKENDS[kind].wrap(kernel, outs, **options) if kind in _BACKENDS else kernel
 
 
-def _tolerant(fun: Callable, what: str) -> Callable:
+def _drop_unaccepted_kwargs(fun: Callable, what: str) -> Callable:
     """`fun`, called without those of `outs` and `backend` that its signature does not take."""
     signature = inspect.signature(fun)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -5359,7 +5628,7 @@ def _tolerant(fun: Callable, what: str) -> Callable:
         try:
             return fun(*args, **params)
         except TypeError:
-            _check_takes(signature, what, args, params)
+            _check_call_signature(signature, what, args, params)
             raise
 
     return call
@@ -5393,8 +5662,8 @@ def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        returned = _tolerant(entry.kernel_generator, what)(**op_params.params, outs=outs)
-        function = _wrap_ready(returned, {}, op_params.outs)
+        returned = _drop_unaccepted_kwargs(entry.kernel_generator, what)(**op_params.params, outs=outs)
+        function = _wrap_decorated(returned, {}, op_params.outs)
     if not callable(function):
         raise TypeError(f"the generator must return the function to trace, got {function!r}")
     if getattr(getattr(function, "options", None), "has_side_effect", False):
@@ -5405,7 +5674,7 @@ def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
 def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts only as declared."""
     leaves, structure = jax.tree.flatten(returned)
-    if structure != tree and (_has_dicts(tree) or (_has_dicts(structure) and len(leaves) > 1)):
+    if structure != tree and (_contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)):
         fix = "return that, or declare a tuple, or a NamedTuple, which keeps names and order"
         raise ValueError(f"{what} returned {structure}, but outs declares {tree}: {fix}")
     return _as_declared(what, leaves, "outs declares", outs)
@@ -5415,8 +5684,8 @@ def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequenc
     """What a kernel or a rule returned, as arrays of these shapes and dtypes; None fits everything, on either side."""
     # no asarray of arrays, as it truncates 64 bits
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
-    shown = list(map(_show, arrays))
-    wanted = list(map(_show, expected))
+    shown = list(map(_format_spec, arrays))
+    wanted = list(map(_format_spec, expected))
     misfits = [pair for pair in zip(shown, wanted) if pair[0] != pair[1] and "None" not in pair]
     if len(shown) != len(wanted) or misfits:
         fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
@@ -5424,7 +5693,7 @@ def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequenc
     return arrays
 
 
-# -- 10.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
+# -- 11.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
 # Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_drop_traces` drops them.
 
 
@@ -5457,7 +5726,7 @@ class _OpPrimitive(Primitive):
         """The one parameter, also where the others are given by hand: BrainEvent calls rules without outs."""
         if _op_params:
             return _op_params
-        specs, tree = _flat_specs(outs, f"{self.op.title}: outs")
+        specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
         return _OpParams(self.op, tuple(specs), backend, params, _tagged(params), tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
@@ -5474,7 +5743,7 @@ class _OpParams:
     params: dict[str, Any] = dataclasses.field(compare=False)  # static; in one, as they may have any name
     key: tuple = dataclasses.field(repr=False)  # of params, for JAX's caches, which would take 1 and 1.0 for the same
     tree: Any  # the structure of outs
-    vmaps: tuple = ()  # the recorded ones (10.5): the `in_axes` of each
+    vmaps: tuple = ()  # the recorded ones (11.5): the `in_axes` of each
     batch: tuple[int, ...] = ()  # and its size
     batching_rule: Callable | None = None  # of the user, if it does the innermost of the vmaps
 
@@ -5502,7 +5771,7 @@ class _OpParams:
 
     def allowed(self, ins: Sequence) -> _OpParams:
         """With the dtypes that JAX allows now: jax_enable_x64 can change between two calls."""
-        outs, _ = _flat_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
+        outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, outs=tuple(outs))
 
     def check(self, ins: Sequence) -> None:
@@ -5583,11 +5852,11 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
     return _lower(functools.partial(op_params.run, entry), ctx, ins)
 
 
-# -- 10.5 Batching: recorded vmaps ---------------------------------------------------------------------
+# -- 11.5 Batching: recorded vmaps ---------------------------------------------------------------------
 # Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when
 # the op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
 # batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
-# what runs a slice, or is a rule (10.6).
+# what runs a slice, or is a rule (11.6).
 #
 # An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
 # But that of an op with derivative rules runs at lowering: what it runs may have no derivatives, or others than the
@@ -5668,7 +5937,7 @@ def _sequential(function: Callable, in_axes: tuple) -> Callable:
     return mapped
 
 
-# -- 10.6 Derivatives ----------------------------------------------------------------------------------
+# -- 11.6 Derivatives ----------------------------------------------------------------------------------
 # A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
 # JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch: `_symbolic_slice` gives them the
 # shape of a slice.  A rule may return a zero as None, `ad.Zero` or an undefined primal: `_from_rule` makes it None.
@@ -5826,7 +6095,7 @@ def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
 
 
 # ======================================================================================================
-# 11. Backends: one row each; and the self-check, python -m xla_kernels.
+# 12. Backends: one row each; and the self-check, python -m xla_kernels.
 # What each backend needs, and how it takes a ready kernel.
 
 
