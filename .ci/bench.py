@@ -1,8 +1,9 @@
-"""Measures what the README cites:  pip install -e ".[bench]" && python .ci/bench.py --out=figures
+"""Measure the figures of the README:  pip install -e ".[bench]" && python .ci/bench.py --out=figures
 
-Each comparison runs in a process of its own, which checks what its paths compute (but Brian2's network, which draws its
-own numbers).  Then they take turns, round by round, so that what else the machine does meets all of them alike.
-Where JAX finds a GPU, comparisons for it run as well: `-k gpu` runs these alone, and `-k cpu` the others.
+Each comparison runs in its own process.  The process checks the results of all implementations, except those of Brian2,
+which draws its own random numbers.  Then it measures the implementations in turns, round by round, so that other load
+on the machine affects all of them alike.  If JAX finds a GPU, GPU comparisons run, too.  `-k gpu` and `-k cpu` select
+one kind.
 """
 
 import argparse
@@ -40,7 +41,10 @@ import xla_kernels as xk  # noqa: E402
 
 # -- Measuring -----------------------------------------------------------------------------------------
 def compare(paths):
-    """Rows of a table: `paths` maps a name to a function that prepares it, and returns one that measures once."""
+    """Return the rows of a table.
+
+    `paths` maps the name of an implementation to a function that prepares it, and returns a function to measure once.
+    """
     rows, running = [], []
     for name, prepare in paths.items():
         rows.append({"path": name})
@@ -51,7 +55,7 @@ def compare(paths):
     for _ in range(1 + ROUNDS):
         for _, measure, samples in running:
             samples.append(measure())
-    for row, _, (_, *samples) in running:  # without the first: JAX compiles anew if an import changed a setting of it
+    for row, _, (_, *samples) in running:  # skip the first: JAX recompiles if an import changed its configuration
         row.update(value=statistics.median(samples), min=min(samples), max=max(samples))
         if "value" in rows[0]:
             row["ratio"] = row["value"] / rows[0]["value"]
@@ -59,9 +63,9 @@ def compare(paths):
 
 
 def averaged(repeat, first, right):
-    """A function that measures one of the n calls that repeat(n) makes, in µs, with an n that takes about 20 ms.
+    """Return a function that measures `repeat(n)`, and returns the time per call in µs.  n is chosen to take 20 ms.
 
-    `right` is what repeat(first) has to return.
+    `right` is the expected result of `repeat(first)`.
     """
 
     def seconds(n):
@@ -76,7 +80,7 @@ def averaged(repeat, first, right):
 
 
 def timed(function, *args, right):
-    """A function that measures one call of `function` from Python, in µs."""
+    """Return a function that measures one call of `function` from Python, in µs."""
 
     def repeat(n):
         for _ in range(n):
@@ -87,13 +91,13 @@ def timed(function, *args, right):
 
 
 def run_python(*args, timeout=None, cwd=ROOT, **environment):
-    """What a process prints that imports this checkout."""
+    """Run Python in a process that imports this checkout, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **environment}
     command = [sys.executable, "-W", "ignore", *map(str, args)]
     return subprocess.check_output(command, env=environment, cwd=cwd, timeout=timeout, encoding="utf-8")
 
 
-# -- One addition, along every path --------------------------------------------------------------------
+# -- One addition, by every implementation -------------------------------------------------------------
 def add(x, y, out):
     for i in range(x.size):
         out[i] = x[i] + y[i]
@@ -106,7 +110,7 @@ def add_in_place(x, y):
 
 @functools.cache
 def cuda_add():
-    """The first, with the package that the tests take."""
+    """Return `add` as a CUDA kernel of the package that the tests use."""
     predecessor = importlib.util.find_spec("numba_cuda") and "XLA_KERNELS_CUDA_SUCCESSOR" not in os.environ
     cuda = importlib.import_module("numba.cuda" if predecessor else "numba_cuda_mlir.cuda")
 
@@ -168,7 +172,7 @@ def by_cpp(out, vmap_method="sequential"):
     return jax.ffi.ffi_call("bench_add", out, vmap_method=vmap_method)
 
 
-ADD = {  # by the name of a path: the platform that it is for, and a function of the output's spec
+ADD = {  # the name of an implementation -> its platform, and a function of the output's spec
     "numba_kernel": ("cpu", lambda out: xk.numba_kernel(add, out)),
     "numba_cuda_kernel": ("gpu", lambda out: xk.numba_cuda_kernel(cuda_add(), out, launch_dims=out.size)),
     "warp_kernel": (None, lambda out: xk.warp_kernel(warp_add(), out)),
@@ -184,7 +188,7 @@ ADD = {  # by the name of a path: the platform that it is for, and a function of
     "x + y of jnp": (None, lambda out: operator.add),
 }  # fmt: skip
 IN_A_LOOP = ADD | {
-    "x + y of jnp": ("gpu", lambda out: operator.add),  # on CPUs XLA makes one addition of all
+    "x + y of jnp": ("gpu", lambda out: operator.add),  # on CPUs, XLA merges all additions into one
     "numba_kernel, in place": ("cpu", lambda out: xk.numba_kernel(add_in_place, out, in_out_argnames=["x"])),
     "numba_cuda_kernel, in place": (
         "gpu",
@@ -195,7 +199,7 @@ UNDER_VMAP = ADD | {'C++ for XLA, "broadcast_all"': ("cpu", partial(by_cpp, vmap
 
 
 def adders(table, measure, *args):
-    """{name: a function that prepares it, and returns one that measures once}: the paths of this platform."""
+    """Return the implementations for this platform, as `compare` takes them."""
     chosen = {name: make for name, (on, make) in table.items() if on in (None, jax.default_backend())}
     return {name: partial(measure, make, *args) for name, make in chosen.items()}
 
@@ -205,7 +209,7 @@ def vector(size):
 
 
 def in_loop(make, size):
-    """One addition inside `lax.fori_loop`."""
+    """Measure one addition inside `lax.fori_loop`."""
     call, x, y = make(vector(size)), jnp.ones(size), jnp.full(size, 1e-3)
 
     @partial(jax.jit, static_argnums=0)
@@ -217,7 +221,7 @@ def in_loop(make, size):
 
 
 def from_python(make, transform, *shape):
-    """One addition of arrays of this shape, each row by `transform(path)`."""
+    """Measure one addition of arrays of this shape, called from Python."""
     x, y = jnp.ones(shape), jnp.full(shape, 1e-3)
     return timed(transform(make(vector(shape[-1]))), x, y, right=1 + np.asarray(y))
 
@@ -228,9 +232,26 @@ def python():
     return compare(adders(ADD, from_python, jax.jit, 16) | not_jitted)
 
 
+# -- Zeroed outputs ------------------------------------------------------------------------------------
+def zeros():
+    """Compare uninitialized outputs, which come first, with zeroed outputs."""
+    uninitialized = lambda out: xk.numba_kernel(numba.njit(add), out, zero_outputs=False)
+    zeroed = lambda out: xk.numba_kernel(numba.njit(add), out)
+    batched = lambda call: jax.jit(jax.vmap(call))
+    cases = {f"loop over {size:,}": partial(in_loop, size=size) for size in (16, 1000, 100_000, 1_000_000)}
+    for shape in ((1000, 16), (64, 100_000)):
+        cases[f"vmap over {shape[0]:,} x {shape[1]:,}"] = lambda make, shape=shape: from_python(make, batched, *shape)
+    cases["eager, 10,000,000"] = lambda make: from_python(make, lambda call: call, 10_000_000)
+    rows = []
+    for name, measure in cases.items():
+        pair = {"uninitialized": partial(measure, uninitialized), "zeroed": partial(measure, zeroed)}
+        rows += compare({f"numba_kernel, {name}, {kind}": prepare for kind, prepare in pair.items()})
+    return rows
+
+
 # -- State in place ------------------------------------------------------------------------------------
 def set_and_change(change):
-    """One step that sets an element of 20 MB and hands them to `change`."""
+    """Measure a step that sets one element of a state of 20 MB, and passes the state to `change`."""
 
     @partial(jax.jit, static_argnums=1, donate_argnums=0)
     def run(v, steps):
@@ -253,7 +274,7 @@ def state():
     def change(v):
         v[1] += 1
 
-    def by_brainevent(v):  # whose kernels get the input, and an output that starts from it
+    def by_brainevent(v):  # its kernels get the input, and an output that is aliased to it
         kernel = numba.njit(lambda _, v: change(v))
         return brainevent().numba_kernel(kernel, outs=vector(v.size), input_output_aliases={0: 0})(v)
 
@@ -267,7 +288,7 @@ def state():
 
 # -- The network of spiking neurons: CUBA of Brette et al. (2007), 5,000 steps of 4,000 neurons ----------
 def documented_network():
-    """What the program in the documentation defines."""
+    """Return the variables of the example in the documentation."""
     text = (ROOT / ".github" / "EXAMPLES.md").read_text(encoding="utf-8")
     network = {}
     exec(re.search(r"## A network of spiking neurons\n.*?```python\n(.*?)```", text, re.DOTALL)[1], network)
@@ -275,7 +296,7 @@ def documented_network():
 
 
 def network_by_brainevent():
-    """The same with a kernel of its."""
+    """Return the variables of the example, with a kernel of BrainEvent."""
     network = documented_network()
     step = numba.njit(network["step"].__wrapped__)
 
@@ -290,7 +311,7 @@ def network_by_brainevent():
 
 
 def simulated(make):
-    """A jitted function that returns the state after 5,000 steps, and the state to call it with."""
+    """Return a jitted function that runs 5,000 steps, and the initial state."""
     network = make()
     step, zeros = network["advance"], network["zeros"]
     simulate = jax.jit(lambda state: jax.lax.fori_loop(0, 5000, lambda _, state: step(state, _)[0], state))
@@ -298,7 +319,7 @@ def simulated(make):
 
 
 def one_step(make):
-    """One step of a network, which has to end as the documented one does."""
+    """Measure one step of a network, whose final state must equal that of the documented example."""
     documented, first = simulated(documented_network)
     once = timed(*simulated(make), right=documented(first))
     return lambda: once() / 5000
@@ -327,7 +348,7 @@ device.build(directory=folder, compile=True, run=False)
 
 
 def brian2_program():
-    """A function that runs Brian2's compiled program and reads the time of a step that it reports."""
+    """Return a function that runs Brian2's compiled program, and returns the time per step that it reports."""
     folder = pathlib.Path(tempfile.mkdtemp())
     run_python("-c", BRIAN2, folder, cwd=folder)
 
@@ -346,7 +367,7 @@ def network():
 
 # -- The report, and its picture -------------------------------------------------------------------------
 def machine(gpu):
-    """Where and with what the figures are measured, on Linux."""
+    """Return a line with the date, commit, machine and versions.  Needs Linux."""
     processor = re.search("model name.*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
     commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty --exclude=*").strip()
     found = {package.name: package.version for package in importlib.metadata.distributions()}
@@ -357,7 +378,7 @@ def machine(gpu):
 
 
 def markdown(head, tables):
-    """One table of all comparisons: medians, smallest and largest, and the ratio to the first row of each."""
+    """Return a table of all comparisons: medians, ranges, and ratios to the first row of a comparison."""
     text = f"{head}\n\n| path | median | range | ratio |\n| --- | --- | --- | --- |\n"
     for title, rows in tables.items():
         text += f"| **{title}** | | | |\n"
@@ -374,7 +395,7 @@ def is_ours(row):
 
 
 def draw(path, title, rows):
-    """A dot for each path, the fastest on top; on white, so that it reads alike on light and dark pages."""
+    """Draw a dot for each implementation, the fastest at the top, on white for light and dark pages."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -397,24 +418,25 @@ def draw(path, title, rows):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-# -- What is measured, each in a process -----------------------------------------------------------------
+# -- The comparisons -------------------------------------------------------------------------------------
 CUBA = "CUBA network (Brette et al. 2007) of 4,000 neurons, 80 synapses a neuron: one step of 0.1 ms"
-COMPARISONS = {  # a title, and what gives the rows
+COMPARISONS = {  # name -> title, and a function that returns the rows
     "call": ("One call on 16 elements inside fori_loop", lambda: compare(adders(IN_A_LOOP, in_loop, 16))),
     "large": ("One call on 1,000,000 elements inside fori_loop", lambda: compare(adders(IN_A_LOOP, in_loop, 10**6))),
+    "zeros": ("Zeroed outputs, compared with uninitialized outputs", zeros),
     "python": ("One call on 16 elements from Python", python),
     "vmap": (
         "vmap over 1,000 slices of 16 elements",
         lambda: compare(adders(UNDER_VMAP, from_python, lambda call: jax.jit(jax.vmap(call)), 1000, 16)),
     ),
-    "state": ("State of 20 MB that is set and then changed in place, in fori_loop", state),
+    "state": ("State of 20 MB that is set, then updated in place, in fori_loop", state),
     "network": (CUBA, network),
 }
 ALSO_ON_GPUS = ("call", "large", "python", "vmap")
 
 
 def measured(name, on):
-    """The rows of a comparison; a crash or a hang costs no other one."""
+    """Return the rows of a comparison.  A crash or a hang does not affect other comparisons."""
     platforms, limit = ("cuda,cpu", 150) if on == "gpu" else ("cpu", 600)  # on a GPU, pure_callback needs both
     try:
         arguments = __file__, f"--one={name}", f"--rounds={ROUNDS}"
@@ -425,24 +447,29 @@ def measured(name, on):
 
 
 def is_failure(row):
-    """Whether a process, or a path of this library whose packages are there, gave no figure."""
-    is_a_packages = row.get("note", "ModuleNotFoundError").startswith("ModuleNotFoundError")
-    return not is_a_packages and (is_ours(row) or row["path"] == "the process")
+    """Return whether a process failed, or an implementation of this library whose packages are installed."""
+    is_missing_package = row.get("note", "ModuleNotFoundError").startswith("ModuleNotFoundError")
+    return not is_missing_package and (is_ours(row) or row["path"] == "the process")
 
 
 def main():
     global ROUNDS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", metavar="WORDS", default="", help=f"{', '.join(COMPARISONS)}, cpu, gpu: those with all")
+    parser.add_argument(
+        "-k",
+        metavar="WORDS",
+        default="",
+        help=f"run comparisons with all these words: {', '.join(COMPARISONS)}, cpu, gpu",
+    )
     parser.add_argument("--out", metavar="PREFIX", help="write PREFIX.md and PREFIX-speed.svg")
-    parser.add_argument("--rounds", type=int, default=15, help="how often each path is measured (15)")
-    parser.add_argument("--one", choices=COMPARISONS, help="print the rows of this one, measured in this process")
+    parser.add_argument("--rounds", type=int, default=15, help="number of measurements of each implementation (15)")
+    parser.add_argument("--one", choices=COMPARISONS, help="run this comparison in this process, and print its rows")
     options = parser.parse_args()
     ROUNDS = options.rounds
     if options.one:
         print(json.dumps(COMPARISONS[options.one][1]()))
         return 0
-    # In a process that gives its memory back.
+    # In a separate process, which frees the GPU's memory when it exits.
     kinds = run_python("-c", "import jax; print([d.device_kind for d in jax.devices() if d.platform == 'gpu'])")
     gpus = ast.literal_eval(kinds)
     comparisons = [*itertools.product(COMPARISONS, ["cpu"]), *itertools.product(ALSO_ON_GPUS if gpus else [], ["gpu"])]
@@ -453,7 +480,7 @@ def main():
         title = COMPARISONS[name][0] + " (GPU)" * (on == "gpu")
         print(title, file=sys.stderr, flush=True)
         tables[title] = measured(name, on)
-        if options.out:  # after each, so that an early end leaves what there is
+        if options.out:  # after each comparison, so that an interrupted run keeps its figures
             pathlib.Path(f"{options.out}.md").write_text(markdown(head, tables), encoding="utf-8")
     if options.out and COMPARISONS["call"][0] in tables:
         draw(f"{options.out}-speed.svg", COMPARISONS["call"][0], tables[COMPARISONS["call"][0]])
