@@ -5492,8 +5492,8 @@ class XLACustomKernel(_PickledByReference):
                 f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
                 f"Register it with op.def_{kind}_kernel(kernel)."
             )
-        generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
-        names = list(map(self._platform_name, platforms))
+        generator = _as_generator(f"the kernel of backend {backend!r} of {self.title}", kg, options)
+        names = list(map(self._checked_platform, platforms))
         for i, platform in enumerate(names):
             entries = self._entries.setdefault(platform, {})
             is_fallback = i > 0
@@ -5505,8 +5505,8 @@ class XLACustomKernel(_PickledByReference):
         self._clear_caches_if_entries_changed()
         return kg
 
-    def _platform_name(self, platform: str) -> str:
-        """Return the name under which kernels for a platform are registered."""
+    def _checked_platform(self, platform: str) -> str:
+        """Return the name under which kernels for a platform are registered, or raise if it is not a platform."""
         # Other names pass, because plugins of JAX add platforms.
         if match := re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE):
             name = match[1].lower()
@@ -5548,7 +5548,7 @@ class XLACustomKernel(_PickledByReference):
         Args:
           platform: str, see `def_kernel`.
         """
-        return self.defaults.get(self._platform_name(platform))
+        return self.defaults.get(self._checked_platform(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
         """Set the default backend of a platform, even for functions that are compiled already.
@@ -5560,7 +5560,7 @@ class XLACustomKernel(_PickledByReference):
         Raises:
           ValueError: if the backend is not registered for the platform.
         """
-        name = self._platform_name(platform)
+        name = self._checked_platform(platform)
         self._explicit_defaults[name] = self._select_entry(name, backend).backend
         self._clear_caches_if_entries_changed()
 
@@ -5570,7 +5570,7 @@ class XLACustomKernel(_PickledByReference):
         Args:
           platform: str, see `def_kernel`.
         """
-        return list(self._entries.get(self._platform_name(platform), {}))
+        return list(self._entries.get(self._checked_platform(platform), {}))
 
     def _candidates(self, platform: str) -> dict[str | None, KernelEntry]:
         """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
@@ -5588,8 +5588,8 @@ class XLACustomKernel(_PickledByReference):
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
             f"{self.title} has no {missing} for platform {platform!r}. Registered: {self._registered()}. Pass "
-            "a registered backend=, move the inputs with jax.device_put(x, device), or register a kernel by "
-            "op.def_kernel(backend, platform, kernel)."
+            "a registered backend=, move the inputs with jax.device_put(x, device), or register a kernel: "
+            f"op.def_kernel({backend or 'jax'!r}, {platform!r}, kernel)."
         )
         raise NotImplementedError(text) if backend is None else ValueError(text)
 
@@ -5891,19 +5891,21 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
             inspect.signature(wrap).bind(kg, (), **options)
         except TypeError as error:
             raise TypeError(
-                f"{what}: the options of a decorated kernel are those of {wrap.__name__}. This call of def_kernel "
-                f"{error}. Remove it. For outs, write op(..., outs=...)."
+                f"The options of a decorated kernel are those of {wrap.__name__}. For {what}: {error}. Remove "
+                "this option, or correct its name. Pass outs to the call: op(x, outs=...)."
             ) from None
         return functools.partial(_generate_wrapper, kg, options)
     if options:
         raise TypeError(
-            f"{what}: only a decorated kernel takes options. Got {', '.join(options)} with {kg!r}. Pass them to the "
-            "wrapper that the generator returns, such as numba_kernel(kernel, outs=outs[0], ...)."
+            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
+            "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
     if kind == "wrapper":
         return functools.partial(_generate_wrapper, kg, options)
     if not callable(kg):
-        raise TypeError(f"{what} must be a decorated kernel, a wrapper, or a generator. Got {kg!r}.")
+        raise TypeError(
+            f"A kernel must be decorated, a wrapper, or a generator. Got {kg!r} for {what}. Pass a function."
+        )
     return kg
 
 
@@ -5913,7 +5915,7 @@ def _generate_wrapper(kernel: Any, options: dict, /, outs: tuple, **params: Any)
         shown = ", ".join(params)
         raise TypeError(
             f"A decorated kernel takes no static parameters. Got {shown} for {kernel!r}. "
-            f"Register a generator, lambda {shown}: ..., that creates the kernel from them."
+            f"Register a generator that creates the kernel: lambda {shown}: make_kernel({shown})."
         )
     return _wrap_if_decorated(kernel, outs, options)
 
@@ -5927,7 +5929,7 @@ def _wrap_if_decorated(function: Any, outs: tuple, options: dict) -> Any:
 def _drop_unaccepted_kwargs(fun: Callable, what: str) -> Callable:
     """Return `fun`, but called without `outs` and `backend` if its signature does not accept them."""
     if not callable(fun):
-        raise TypeError(f"{what} must be a function. Got {fun!r}.")
+        raise TypeError(f"{what} must be a function. Got {fun!r}. Pass a function.")
     signature = inspect.signature(fun)
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     unaccepted = set() if accepts_all else {"outs", "backend"} - signature.parameters.keys()
@@ -5970,8 +5972,8 @@ def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     generator = _drop_unaccepted_kwargs(
         entry.kernel_generator,
-        "A plain function is a generator, which is called with the static parameters. "
-        f"{_undecorated_advice(entry.backend)}{op_params.op.title}: the generator of backend {entry.backend!r}",
+        f"A plain function is a generator, which is called with the static parameters. {_advice(entry.backend)} "
+        f"{op_params.op.title}: the generator of backend {entry.backend!r}",
     )
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         function = _wrap_if_decorated(generator(**op_params.params, outs=outs), op_params.outs, {})
@@ -5983,8 +5985,8 @@ def _check_generated_function(function: Any, backend: str) -> None:
     """Raise if a generator has returned something other than a function without side effects."""
     if not callable(function):
         raise TypeError(
-            f"A generator must return a function, a decorated kernel or a wrapper. Got {function!r}. "
-            f"{_undecorated_advice(backend)}To register a function f of arrays, pass lambda: f."
+            f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
+            f"{_advice(backend)}"
         )
     if getattr(getattr(function, "options", None), "has_side_effect", False):
         raise TypeError(
@@ -5998,15 +6000,17 @@ def _call_generated_function(what: str, function: Callable, entry: KernelEntry, 
     try:
         return function(*ins)
     except TypeError:
-        if isinstance(function, types.FunctionType):  # the user may have left out a decorator
+        if isinstance(function, types.FunctionType):  # maybe a kernel without its decorator
             signature = inspect.signature(function, follow_wrapped=False)
-            _check_call_signature(signature, f"{_undecorated_advice(entry.backend)}{what}", ins)
+            _check_call_signature(signature, f"{_advice(entry.backend)} {what}", ins)
         raise
 
 
-def _undecorated_advice(backend: str) -> str:
-    """Return a sentence for errors that occur if a kernel has no decorator; empty for backends without one."""
-    return f"Decorate a kernel with {_BACKENDS[backend].decorator}. " if backend in _BACKENDS else ""
+def _advice(backend: str) -> str:
+    """Return what to do if a function is not the generator for which it is taken."""
+    if backend in _BACKENDS:
+        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
+    return "To register a function f of arrays, pass lambda: f."
 
 
 def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
@@ -6036,7 +6040,7 @@ def _check_results(what: str, returned: Sequence, declares: str, expected: Seque
     if is_wrong or len(shown) != len(wanted):
         raise ValueError(
             f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}). Return as many arrays, of "
-            "these shapes and dtypes, or correct outs. A rule may return None for zero."
+            "these shapes and dtypes, or correct outs. In a rule, None stands for zero."
         )
     return arrays
 
@@ -6187,11 +6191,12 @@ class _OpParams:
 
 def _check_closed(title: str, closed: Any) -> None:
     """Raise if a kernel needs traced values or axes of the calling program, which do not exist at lowering."""
-    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(
-            f"{title}: a kernel or a batching rule must not use traced values of its closure. Got one. "
-            "Pass it as an operand: op(x, value, outs=...)."
-        )
+    for x in closed.consts:
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"{title}: a kernel or a batching rule must not use traced values of its closure. Got {x!r:.80}. "
+                "Pass the value as an operand: op(x, value, outs=...)."
+            )
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     for effect in closed.effects:
         # When an op is lowered, JAX has no tokens for ordered effects.  The effect of a collective names its axis.
@@ -6517,15 +6522,14 @@ def _require_rule(op: XLACustomKernel, kind: str) -> Any:
     rule = op._rules.get(kind)
     if rule is not None:
         return rule
-    if kind == "transpose":
-        problem = "Its JVP rule calls the op on tangents, or the program uses jax.linear_transpose"
-        fix = "Define op.def_transpose_rule(...), write the JVP rule in jax.numpy"
-    else:
-        problem = "The program differentiates the op"
-        fix = "Define op.def_jvp_rule2(...)"
+    if kind == "jvp":
+        raise NotImplementedError(
+            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
+            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
+        )
     raise NotImplementedError(
-        f"{op.title} has no {kind} rule. {problem}. {fix}, or op.def_vjp_rule(...), or exclude the op with "
-        "jax.lax.stop_gradient(x)."
+        f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
+        "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
     )
 
 
