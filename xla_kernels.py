@@ -5232,8 +5232,9 @@ class XLACustomKernel(_PickledByReference):
     Args of a call:
       ins: arrays, Python scalars, or objects with `__dlpack__`, such as arrays of Warp, PyTorch and CuPy.
       outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
-        operands' abstract values that returns one of these. It describes the results. JAX sorts the keys of a dict, so
-        a kernel must return a dict, too. Decorated kernels return tuples: use a NamedTuple to name their results.
+        operands' abstract values that returns one of these. It describes the results. If it contains a dict, the
+        kernel must return a dict with the same keys, because JAX sorts them. For decorated kernels, which return
+        tuples, use a NamedTuple instead.
       backend: str or None. A registered backend. Default None: the default backend of the platform.
       params: hashable static parameters, which generators and rules receive. Equal values of a class with its own
         `__eq__` are the same parameter, but 1, 1.0 and True are different.
@@ -5263,9 +5264,9 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
-        # Which registrations JAX's caches depend on (`_clear_jax_caches`):
-        self._is_traced = False  # whether a rule may have been used, or its absence
-        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry}
+        # The next two tell whether a registration concerns functions that JAX has compiled.
+        self._is_traced = False  # whether they may depend on the rules
+        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpParams}
         self._checked_calls = _BoundedCache()  # the keys of calls whose kernel was traced without an error
         self._generated = _BoundedCache()  # {(entry, outs, static parameters, ...): the function from a generator}
@@ -5396,6 +5397,17 @@ class XLACustomKernel(_PickledByReference):
 
         Raises:
           TypeError: as `def_kernel`, and if the kernel is for another backend.
+
+        Example:
+          >>> import warp as wp
+          >>> op = XLACustomKernel("add_one")
+          >>> @op.def_warp_kernel
+          ... @wp.kernel
+          ... def add_one(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+          ...     i = wp.tid()
+          ...     out[i] = x[i] + 1.0
+          >>> op(np.ones(3, np.float32), outs=lambda x: x).tolist()
+          [2.0, 2.0, 2.0]
         """
         return self._register_kernel("warp", ["gpu", "cpu"], kg, asdefault, options, is_shorthand=True)
 
@@ -5415,6 +5427,18 @@ class XLACustomKernel(_PickledByReference):
 
         Raises:
           TypeError: as `def_kernel`, and if the kernel is for another backend.
+
+        Example:
+          >>> from numba import cuda
+          >>> op = XLACustomKernel("add_one")
+          >>> @op.def_numba_cuda_kernel(launch_dims=lambda x: x.size)
+          ... @cuda.jit
+          ... def add_one(x, out):
+          ...     i = cuda.grid(1)
+          ...     if i < out.size:
+          ...         out[i] = x[i] + 1
+          >>> op(np.ones(3, np.float32), outs=lambda x: x).tolist()
+          [2.0, 2.0, 2.0]
         """
         platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]
         return self._register_kernel("numba_cuda", platforms, kg, asdefault, options, is_shorthand=True)
@@ -5430,6 +5454,15 @@ class XLACustomKernel(_PickledByReference):
 
         Returns:
           `kg`, or a decorator that returns it.
+
+        Example:
+          >>> from jax.experimental import pallas
+          >>> def add_one(x_ref, out_ref):
+          ...     out_ref[...] = x_ref[...] + 1
+          >>> op = XLACustomKernel("add_one")
+          >>> _ = op.def_pallas_kernel("cpu", lambda outs: pallas.pallas_call(add_one, outs[0], interpret=True))
+          >>> print(op(np.ones(3, np.float32), outs=lambda x: x))
+          [2. 2. 2.]
         """
         return self._register_kernel("pallas", [platform], kg, asdefault, {}, is_shorthand=True)
 
