@@ -1248,8 +1248,8 @@ ERRORS = {
         (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", itself),
         (TypeError, "must be decorated, a wrapper, or a generator. Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu",
          "kernel"),
-        (ValueError, "Got 'cuda12'. Write platform='gpu'", EMPTY_OP.def_kernel, "a", "cuda12", itself),
-        (ValueError, "Got 'CPU'. Write platform='cpu'", EMPTY_OP.set_default, "CPU", "a"),
+        (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", itself),
+        (ValueError, "Got 'CPU'. Write 'cpu'", EMPTY_OP.set_default, "CPU", "a"),
         (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, itself, grid=3)),
         (TypeError, "those of numba_kernel. .* got an unexpected keyword argument 'grid'",
          partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
@@ -4504,6 +4504,7 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     ("def_cuda_raw_kernel", (), "gpu", "cuda_raw"),
     ("def_kernel", ("mine", "tpu"), "tpu", "mine"),
     ("def_kernel", ("mine", "rocm"), "gpu", "mine"),
+    ("def_kernel", ("mine", "METAL"), "METAL", "mine"),  # of a plugin
 ])  # fmt: skip
 def test_op_shorthands_and_decorators(name, args, platform, backend):
     op, generator = xk.XLACustomKernel("op"), add_to(1)

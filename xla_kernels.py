@@ -5539,15 +5539,14 @@ class XLACustomKernel(_PickledByReference):
         return kg
 
     def _checked_platform(self, platform: str) -> str:
-        """Return the name under which kernels for a platform are registered, or raise if it is not a platform."""
-        # Other names pass, because plugins of JAX add platforms.
-        if match := re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE):
-            name = match[1].lower()
-            if platform != name:
-                raise ValueError(
-                    f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. "
-                    f"Write platform={_platform_name(name)!r}."
-                )
+        """Return the name under which kernels for a platform are registered, or raise if the name is misspelt."""
+        # Only variants of JAX's names are rejected, because plugins add platforms with other names.
+        match = re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE)
+        if match and platform != match[1].lower():
+            raise ValueError(
+                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. "
+                f"Write {_platform_name(match[1].lower())!r}."
+            )
         return _platform_name(platform)
 
     def _clear_caches_if_entries_changed(self) -> None:
@@ -6033,7 +6032,7 @@ def _call_generated_function(what: str, function: Callable, entry: KernelEntry, 
     try:
         return function(*ins)
     except TypeError:
-        if isinstance(function, types.FunctionType):  # maybe a kernel without its decorator
+        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:  # maybe a decorator is missing
             signature = inspect.signature(function, follow_wrapped=False)
             _check_call_signature(signature, f"{_advice(entry.backend)} {what}", ins)
         raise
@@ -6069,13 +6068,13 @@ def _check_results(what: str, returned: Sequence, declares: str, expected: Seque
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_format_spec, arrays))
     wanted = list(map(_format_spec, expected))
-    is_wrong = any(pair[0] != pair[1] and "None" not in pair for pair in zip(shown, wanted))
-    if is_wrong or len(shown) != len(wanted):
-        raise ValueError(
-            f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}). Return as many arrays, of "
-            "these shapes and dtypes, or correct outs. In a rule, None stands for zero."
-        )
-    return arrays
+    matches = [x is None or spec is None or a == b for x, spec, a, b in zip(arrays, expected, shown, wanted)]
+    if len(shown) == len(wanted) and all(matches):
+        return arrays
+    raise ValueError(
+        f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}). Return as many arrays, of "
+        "these shapes and dtypes, or correct outs. In a rule, None stands for zero."
+    )
 
 
 # -- 11.4 The primitive and the rules that JAX's interpreters call -------------------------------------
@@ -6380,8 +6379,8 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 #     out          returns out [3], tangent [3]   cotangent [3]                  axis 0
 #
 # A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
-# them up.  JAX passes `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch.  They are captured by the
-# function that is vmapped, with the shape of a slice (`_symbolic_slice`).
+# them up.  JAX also passes `ad.Zero` and `ad.UndefinedPrimal`.  They are pytrees without leaves, so `jax.vmap` does not
+# change their shapes.  `_symbolic_slice` does.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
