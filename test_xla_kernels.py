@@ -1029,6 +1029,14 @@ def call_broken(backend, outs=spec(8), **params):
     raise first.value
 
 
+def call_undecorated(method, is_generated=False):
+    """Call an op whose kernel, or whose generator's kernel, lacks its decorator."""
+    op = xk.XLACustomKernel("undecorated")
+    kernel = add_one.__wrapped__
+    getattr(op, method)((lambda: kernel) if is_generated else kernel)
+    op(F32, outs=like_first)
+
+
 def differentiate_an_op_whose_rule_calls_it():
     op = op_adding(a=1)
     op.def_jvp_rule2(lambda tangent, x: op(tangent, outs=like_first))
@@ -1041,6 +1049,7 @@ def call_warp_with(**values):
 
 
 EMPTY_OP = xk.XLACustomKernel("empty")
+NJIT_ITSELF = numba.njit(itself)
 call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 SPECIAL = importlib.import_module("scipy.special")  # which JAX needs
@@ -1216,33 +1225,50 @@ ERRORS = {
     ],
     "op": [  # calls
         (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
-        (ValueError, "'far' for platform 'cpu'; registered: cpu: shape, .*, numba; gpu: far", call_broken, "far"),
+        (ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. ", call_broken, "far"),
         (ValueError, "no backend '' for platform 'cpu'", call_broken, ""),
-        (KeyError, "raised this; backend= chooses another of .*: cpu: shape, raising", call_broken, "raising"),
-        (TypeError, "got None", call_broken, "nothing"),
-        (TypeError, "lambda: f gives a function f) takes (x, out), but this call gives it", call_broken, "undecorated"),
-        (TypeError, "['alpha'] need a generator", partial(call_broken, alpha=2), "numba"),
-        (TypeError, "the generator (.*) takes (n), .* pass what it lacks to op(...) by name", call_broken, "needs n"),
+        (KeyError, "Raised by .* backend 'raising' .* backend= .*: cpu: shape, raising", call_broken, "raising"),
+        (TypeError, "must return a decorated kernel.*Got None. .*pass lambda: f", call_broken, "nothing"),
+        (TypeError, "a function f of arrays, pass lambda: f. .*'undecorated' takes (x, out)", call_broken,
+         "undecorated"),
+        (TypeError, "no static parameters. Got alpha .*: lambda alpha: make_kernel(alpha)",
+         partial(call_broken, alpha=2), "numba"),
+        (TypeError, "the generator of backend 'needs n' takes (n)", call_broken, "needs n"),
         (TypeError, "a callable of the inputs' specs that returns them; got <function",
          partial(EMPTY_OP, outs=lambda x: x.T), F32),
-        (TypeError, "parameter 'k' must be hashable, as parameters are static; got",
+        (TypeError, "must be hashable. Parameter 'k' is .*static_argnames=\"k\"",
          partial(jax.jit(call_empty_op), k=2.0), F32),
-        (TypeError, "outs of XLACustomKernel 'empty' is missing: give one slice's",
+        (TypeError, "needs outs of XLACustomKernel 'empty', as specs of one batch element. Got None",
          xk.general_batching_rule, EMPTY_OP, (F32,), (0,)),
-        (NotImplementedError, "no kernel for platform 'cpu'; registered: nothing", call_empty_op, F32),
-        (NotImplementedError, "no kernel for platform 'cpu'; registered: nothing",
+        (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing. .*def_kernel('jax', 'cpu', kernel)",
+         call_empty_op, F32),
+        (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing",
          partial(EMPTY_OP.benchmark, outs=like_first), F32),
         # what is registered
-        (TypeError, "backend and platform must be names, got 1", EMPTY_OP.def_kernel, 1, "cpu", itself),
-        (TypeError, "must be callable, got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu", "kernel"),
-        (TypeError, "grid can be given with a ready kernel only", partial(EMPTY_OP.def_numba_kernel, itself, grid=3)),
-        (TypeError, "an op has no side effects", call_broken, "effects"),
-        (TypeError, "expected an XLACustomKernel or a jax Primitive, got 3", xk.defjvp, 3),
-        (TypeError, "'wrong' is not a callable object", EMPTY_OP.def_jvp_rule2, None, "wrong"),
+        (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", itself),
+        (TypeError, "must be decorated, a wrapper, or a generator. Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu",
+         "kernel"),
+        (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", itself),
+        (ValueError, "Got 'CPU'. Write 'cpu'", EMPTY_OP.set_default, "CPU", "a"),
+        (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, itself, grid=3)),
+        (TypeError, "those of numba_kernel. .* got an unexpected keyword argument 'grid'",
+         partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
+        (TypeError, "those of numba_kernel. .*'outs'. .*op(x, outs=...)",
+         partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, outs=F32)),
+        (TypeError, "def_warp_kernel takes kernels of its own backend. .*op.def_numba_kernel(kernel)",
+         EMPTY_OP.def_warp_kernel, NJIT_ITSELF),
+        (TypeError, "Decorate a kernel with @numba.njit. .*'numba' takes (x, out)",
+         call_undecorated, "def_numba_kernel"),
+        (TypeError, "Decorate a kernel with @wp.kernel. .*'warp' takes (x, out)", call_undecorated, "def_warp_kernel"),
+        (TypeError, "Decorate a kernel with @numba.njit. .*'numba' .*takes (x, out)", call_undecorated,
+         "def_numba_kernel", True),
+        (TypeError, "An op has no side effects", call_broken, "effects"),
+        (TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3", xk.defjvp, 3),
+        (TypeError, "operand 1 must be a function. Got 'wrong'", EMPTY_OP.def_jvp_rule2, None, "wrong"),
         # transformations
-        (NotImplementedError, "'broken' has no ordered effects", call_broken, "ordered"),
-        (NotImplementedError, "calls the op on tangents", differentiate_an_op_whose_rule_calls_it),
-        (NotImplementedError, "has no jvp rule", jax.grad(call_empty_op), 1.0),
+        (NotImplementedError, "must not have ordered effects", call_broken, "ordered"),
+        (NotImplementedError, "calls an op on tangents", differentiate_an_op_whose_rule_calls_it),
+        (NotImplementedError, "has no JVP rule", jax.grad(call_empty_op), 1.0),
     ],
 }  # fmt: skip
 
@@ -4176,13 +4202,13 @@ def test_op_without_a_batching_rule_or_with_a_backward_pass(multiply, transforma
 
 def test_op_kernels_that_close_over_traced_values_are_refused():
     """Also where no operand is traced."""
-    with pytest.raises(TypeError, match=r"'op': a kernel.*closes over a traced value: pass it as an operand"):
+    with pytest.raises(TypeError, match=r"'op': .* traced values of its closure. Got .* as an operand"):
         jax.grad(lambda x: op_of(lambda y: x * y)(1.0, outs=spec()))(1.0)
 
 
 def test_op_kernels_know_no_axes_of_vmap():
     total = call_op(op_of(lambda x: jax.lax.psum(x, "d")))
-    with pytest.raises(NotImplementedError, match=r"'op' has .* no axes of a vmap, here NamedAxisEffect.*d"):
+    with pytest.raises(NotImplementedError, match=r"'op': .* nor use axes of a vmap. It has NamedAxisEffect.*d"):
         jax.vmap(total, axis_name="d")(VECTOR)
     on_devices = jax.shard_map(total, mesh=four_devices(4), in_specs=P("d"), out_specs=P("d"))
     check_close(on_devices(VECTOR[:4]), [10, 10, 10, 10])
@@ -4349,6 +4375,113 @@ def test_op_change_reaches_warm_functions():
     assert results() == [3, 3, 3]
 
 
+def register_for_gpu(op):
+    op.def_kernel("jax", "gpu", add_to(2))
+
+
+def register_other_backend(op):
+    op.def_kernel("b", "cpu", add_to(2))
+
+
+def register_for_several_platforms(op):
+    op.def_kernel("first", "tpu", add_to(2))
+    op.set_default("tpu", "first")
+    op.def_numba_cuda_kernel(add_to(2))
+
+
+def keep_default(op):
+    op.set_default("cpu", "a")
+
+
+def keep_batching(op):
+    op.register_general_batching()
+
+
+def replace_kernel(op):
+    op.def_kernel("a", "cpu", add_to(2))
+
+
+def register_another_default(op):
+    op.def_kernel("b", "cpu", add_to(2), asdefault=True)
+
+
+def set_another_default(op):
+    op.def_kernel("b", "cpu", add_to(2))
+    op.set_default("cpu", "b")
+
+
+def add_batching_rule(op):
+    op.def_batching_rule(lambda args, axes: ([args[0] + 2], axes))
+
+
+def add_vjp_rule(op):
+    op.def_vjp_rule(lambda x: (x + 3, None), lambda residuals, ct: ct)
+
+
+@pytest.mark.parametrize("change, is_cleared, result", [
+    (register_for_gpu, False, 1),
+    (register_other_backend, False, 1),
+    (register_for_several_platforms, False, 1),
+    (keep_default, False, 1),
+    (keep_batching, False, 1),
+    (replace_kernel, True, 2),
+    (register_another_default, True, 2),
+    (set_another_default, True, 2),
+    (add_batching_rule, True, 2),
+    (add_vjp_rule, True, 3),
+])  # fmt: skip
+def test_op_registration_clears_caches_only_if_compiled_code_depends_on_it(change, is_cleared, result, monkeypatch):
+    """`jax.clear_caches` makes all functions of a process compile again."""
+    op = op_adding(a=1)
+    batched = jax.jit(jax.vmap(call_op(op)))
+    forward = jax.jit(lambda x: jax.vjp(call_op(op), x)[0])  # the forward function of a VJP rule
+    assert batched(jnp.zeros(1)) == 1
+    with pytest.raises(NotImplementedError):
+        forward(0.0)
+    cleared = watch_clear_caches(monkeypatch)
+    change(op)
+    assert len(cleared) == is_cleared
+    if change is add_vjp_rule:
+        assert forward(0.0) == result
+    else:
+        assert batched(jnp.zeros(1)) == result
+    del cleared[:]
+    change(op_adding(a=1))  # which was never traced
+    assert not cleared
+
+
+def watch_clear_caches(monkeypatch):
+    """Return a list that grows with each call of `jax.clear_caches`."""
+    calls, clear_caches = [], jax.clear_caches
+    monkeypatch.setattr(jax, "clear_caches", lambda: [calls.append(None), clear_caches()])
+    return calls
+
+
+def test_op_numba_kernel_after_a_warp_fallback_clears_caches(monkeypatch):
+    """A kernel that is named in the call is kept: only the default has changed."""
+    op = xk.XLACustomKernel("op")
+    op.def_warp_kernel(add_to(1))
+    by_default, by_name = jax.jit(call_op(op)), jax.jit(partial(op, outs=like_first, backend="warp"))
+    assert by_name(0) == 1
+    cleared = watch_clear_caches(monkeypatch)
+    op.def_numba_kernel(add_to(2))
+    assert not cleared and by_name(0) == 1 and by_default(0) == 2
+    op.def_warp_kernel(add_to(3))
+    assert len(cleared) == 1 and by_name(0) == 3 and by_default(0) == 2
+
+
+def test_op_kernel_of_another_ops_kernel_is_watched(monkeypatch):
+    """The inner op is lowered with the outer one only."""
+    inner = op_adding(a=1)
+    outer = jax.jit(call_op(op_of(call_op(inner))))
+    assert outer(0) == 1
+    cleared = watch_clear_caches(monkeypatch)
+    inner.def_kernel("b", "cpu", add_to(2))
+    assert not cleared
+    inner.set_default("cpu", "b")
+    assert len(cleared) == 1 and outer(0) == 2
+
+
 def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     op = xk.XLACustomKernel("warp")
     call = partial(op, 0, outs=like_first)
@@ -4371,6 +4504,7 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     ("def_cuda_raw_kernel", (), "gpu", "cuda_raw"),
     ("def_kernel", ("mine", "tpu"), "tpu", "mine"),
     ("def_kernel", ("mine", "rocm"), "gpu", "mine"),
+    ("def_kernel", ("mine", "METAL"), "METAL", "mine"),  # of a plugin
 ])  # fmt: skip
 def test_op_shorthands_and_decorators(name, args, platform, backend):
     op, generator = xk.XLACustomKernel("op"), add_to(1)
@@ -4435,6 +4569,20 @@ def test_op_takes_ready_kernels(kernel, options):
     check_close(op(VECTOR, WEIGHTS, outs=[spec(8)])[0], VECTOR * WEIGHTS)
 
 
+def test_op_outputs_of_decorated_kernels_start_from_zeros():
+    """Unless `zero_outputs=False` is registered with the kernel: this is another target."""
+    kernel = runs("out[0] += x[0]")
+    op = xk.XLACustomKernel("adds")
+    op.def_numba_kernel(numba.njit(kernel))
+    op.def_kernel("generated", "cpu", lambda: numba.njit(kernel))
+    op.def_kernel("uninitialized", "cpu", numba.njit(kernel), zero_outputs=False)
+    calls = [partial(op, outs=like_first, backend=backend) for backend in op.available_backends("cpu")]
+    for call in calls[:2]:
+        check_close(call(VECTOR), [VECTOR[0], *7 * [0]])
+    zeroed, generated, uninitialized = (target_of(call, VECTOR) for call in calls)
+    assert zeroed == generated != uninitialized
+
+
 # -- derivatives, and rules of one's own for batches ---------------------------------------------------
 
 
@@ -4491,13 +4639,13 @@ def test_op_rules_get_zeros_in_the_shape_of_a_slice():
 
 
 @pytest.mark.parametrize("method, rules, text", [
-    ("def_jvp_rule2", [None], "1 jvp rules for 2 operands"),
+    ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
     ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
     ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
-    ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "return (results, residuals)"),
+    ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write return results, residuals"),
     ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
-     "(float32[3,3,8]), but outs, with the batch in front"),
-    ("def_batching_rule", [lambda args, axes: (args[:1], [])], "zip() argument 2 is shorter"),
+     "(float32[3,3,8]), but outs declares, with the batch"),
+    ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),
 ])  # fmt: skip
 def test_op_rule_errors(method, rules, text):
     """Rules of derivatives are for one slice."""

@@ -1282,7 +1282,7 @@ def _decorated_backend(kernel: Any) -> str | None:
     for cls in type(kernel).__mro__:
         package = str(cls.__module__).partition(".")[0]
         for backend, row in _BACKENDS.items():
-            if f"{package}.{cls.__name__}" in row.ready:
+            if f"{package}.{cls.__name__}" in row.kernel_classes:
                 return backend
     return "wrapper" if isinstance(kernel, _Wrapper) else None
 
@@ -5192,110 +5192,122 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 
 # ======================================================================================================
 # 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op is a JAX primitive.  A call binds it with the static parameters; only its lowering knows the platform, and so
-# the backend: it traces that backend's kernel and lowers the result.  Until then all transformations act on the
-# primitive, with the derivative rules of the user.
+# An op is a JAX primitive.  The platform, and with it the backend, is known only when a call is lowered:
 #
-# What it takes from inside JAX, beside what interpreters ask of a primitive: "Batching rule for", which begins an error
-# where a primitive has none; tracers among the constants of a jaxpr; the class names of a jaxpr's effects; `val` of
-# tracers (`_without_numpy`).
+#     op(x, outs=x, power=2)               `__call__`: the static parameters become an `_OpParams`
+#       primitive.bind(x, _op_params=...)  JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
+#         lowering for "cpu"               `_op_lowering`: choose the `KernelEntry` of the backend
+#           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
+#             f(x)                         `_OpParams.trace_kernel`: traced for one slice, batched, and lowered
 #
-# What serves BrainEvent alone: the methods from `def_call` to `def_benchmark_data`, `register_general_batching`; that
-# the primitive and its transpose rule can be called by hand, the latter without outs (`_OpPrimitive.op_params`); and
-# that rules may return an undefined operand for zero (`_from_rule`).
+# This section relies on these details of JAX, besides the interface of its interpreters:
+# - "Batching rule for" begins the error for a primitive that has no batching rule.
+# - Constants of a jaxpr may be tracers.  The class of an ordered effect has "Ordered" in its name.
+# - Tracers of `vmap` have an attribute `val` (`_without_numpy`).
+#
+# Only BrainEvent needs the following: the methods from `def_call` to `def_benchmark_data`; `register_general_batching`;
+# calls of the primitive and its transpose rule by hand, the latter without outs (`_OpPrimitive.op_params`); rules that
+# return an undefined primal for a zero (`_check_rule_results`).
 
 # -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
 
 class XLACustomKernel(_PickledByReference):
-    """An operation with kernels for several backends that takes part in all of JAX's transformations.
+    """An operation with kernels for several backends.  All of JAX's transformations apply to it.
 
-    Kernels are registered with the `def_*_kernel` methods: as a *generator*, which is called with the static parameters
-    of a call and returns the function to trace, or ready-made (`@njit`, `@cuda.jit`, `@wp.kernel`). `vmap` is handed to
-    the backend's own batching rules. Derivatives are given by the `def_*_rule` methods. An op is never collected.
+        op(*ins, outs=..., backend=None, **params)
 
-    An op has no side effects: a call whose results nobody uses is dropped, and two calls are not ordered. Under `vmap`
-    a `cond` becomes a `select`: a kernel in a branch that is not taken runs, too, and what it raises is raised; in a
-    `while_loop` it runs for slices that have finished, too, with their last state.
+    Register kernels with `def_kernel` and its shorthands, such as `def_numba_kernel`. Under `vmap`, the kernel of the
+    chosen backend is batched. Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
+    `def_transpose_rule` or `def_vjp_rule`. An op lives as long as the process.
+
+    An op has no side effects. JAX drops a call if its results are unused, and it does not order calls. Under `vmap`,
+    both branches of a `cond` run, and errors of either branch are raised. A `while_loop` under `vmap` also runs the
+    kernel for batch elements that have finished.
 
     Args:
-      name: shown in jaxprs and error messages; it need not be unique.
-      doc: the docstring of this op.
+      name: str. The name in jaxprs and error messages. It need not be unique.
+      doc: str or None. The docstring of this op. Default None: the docstring of the class.
 
-    Calling the op, `op(*ins, outs=..., backend=None, **params)`:
-      ins: arrays, Python scalars, or anything with `__dlpack__` (Warp, PyTorch and CuPy arrays).
-      outs: what the op returns: a `jax.ShapeDtypeStruct` (or anything with `.shape` and `.dtype`), a pytree of them,
-        or a callable of the operands' abstract values that returns one. JAX sorts the keys of a dict, so a kernel must
-        return a dict of these keys for it; for ready kernels, which return tuples, a NamedTuple keeps names and order.
-      backend: a registered one; by default that of the platform which the computation is lowered for.
-      params: static, hashable parameters, handed to generators and rules.  Values of a class with an `__eq__` of its
-        own that are equal are one (but 1, 1.0 and True are three).
+    Args of a call:
+      ins: arrays, Python scalars, or objects with `__dlpack__`, such as arrays of Warp, PyTorch and CuPy.
+      outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
+        operands' abstract values that returns one of these. It describes the results. If it contains a dict, the
+        kernel must return a dict with the same keys, because JAX sorts them. For decorated kernels, which return
+        tuples, use a NamedTuple instead.
+      backend: str or None. A registered backend. Default None: the default backend of the platform.
+      params: hashable static parameters, which generators and rules receive. Equal values of a class with its own
+        `__eq__` are the same parameter, but 1, 1.0 and True are different.
+
+    Returns:
+      The results, in the structure of `outs`.
 
     Raises:
-      TypeError: a parameter is not hashable, such as a traced value, or an operand is no array.
-      ValueError: the backend is unknown, or a kernel returns something else than `outs` declares.
-      NotImplementedError: there is no kernel for the platform, or a derivative without a rule is asked for.
-      What a generator or kernel raises, with a note of the op and the backend.
+      TypeError: if a parameter is not hashable (such as a traced value), or if an operand is not an array.
+      ValueError: if the backend is not registered, or if the results of a kernel do not match `outs`.
+      NotImplementedError: if no kernel is registered for the platform, or if JAX needs a rule that is not defined.
+      Exception: errors of generators and kernels, with a note that names the op and the backend.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> op = XLACustomKernel("axpy")
-      >>> _ = op.def_kernel("jax", "cpu", lambda outs, alpha: lambda x, y: alpha * x + y)
+      >>> _ = op.def_kernel("jax", "cpu", lambda alpha: lambda x, y: alpha * x + y)
       >>> op.def_jvp_rule2(lambda t, x, y, alpha: alpha * t, lambda t, x, y, alpha: t)
-      >>> print(jax.grad(lambda x: op(x, x, outs=lambda x, y: x, alpha=2.0).sum())(jnp.ones(3)))
+      >>> print(jax.grad(lambda x: op(x, x, outs=x, alpha=2.0).sum())(jnp.ones(3)))
       [3. 3. 3.]
     """
 
     def __init__(self, name: str, doc: str | None = None) -> None:
         self.name = self.__name__ = name
-        self.title = f"XLACustomKernel {name!r}"  # for errors
+        self.title = f"XLACustomKernel {name!r}"  # for error messages
         self.primitive = _OpPrimitive(self)
-        self._kernels: dict[str, dict[str, KernelEntry]] = {}  # by platform and backend
-        self._chosen: dict[str, str] = {}  # platform -> default set by asdefault=True or set_default
-        self._rules: dict[str, Any] = {}  # "batching", "jvp", "transpose", "vjp": the newest of each, or None
-        self._is_traced = False  # whether JAX's caches may hold traces with the present kernels and rules
-        self._calls = _BoundedCache()  # by their outs, backend and static parameters
-        self._checked = _BoundedCache()  # calls whose kernels were traced for their errors
-        self._functions = _BoundedCache()  # what generators returned
+        self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
+        self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
+        self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
+        # The next two tell whether a registration concerns functions that JAX has compiled.
+        self._is_traced = False  # whether they may depend on the rules
+        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
+        self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpParams}
+        self._checked_calls = _BoundedCache()  # the keys of calls whose kernel was traced without an error
+        self._generated = _BoundedCache()  # {(entry, outs, static parameters, ...): the function from a generator}
         self._call_fn: Callable = self
         self._benchmark_data_fn: Callable | None = None
         self._tags: set[str] = set()
         self.__doc__ = doc or self.__doc__
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
-        """Apply the op; see the class for the arguments."""
+        """Call the op.  The docstring of the class describes the arguments."""
         is_traced = False
-        for x in ins:
-            if type(x) not in _INPUT_TYPES:
-                ins, is_traced = _convert_inputs(ins, self.title)
-                break
+        if not _INPUT_TYPES.issuperset(map(type, ins)):
+            ins, is_traced = _convert_inputs(ins, self.title)
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
-        key = _outs_key(outs), backend, _tagged(params) if params else ()
+        key = _outs_key(outs), backend, _params_key(params) if params else ()
         try:
-            call = self._calls[key]
+            op_params = self._calls[key]
         except (KeyError, TypeError):
-            call = self._new_call(outs, backend, params, key)
+            op_params = self._new_op_params(outs, backend, params, key)
         if not is_traced:
-            return call.jitted(*ins)
-        call.check(ins)
-        return call.trace(*ins)
+            return op_params.jitted(*ins)
+        op_params.check_kernel(ins)
+        return op_params.trace(*ins)
 
-    def _new_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpParams:
+    def _new_op_params(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpParams:
+        """Return the parameters of a call, and cache them if they are hashable."""
         for name, value in params.items():
             try:
                 hash(value)
             except TypeError:
                 raise TypeError(
-                    f"{self.title}: parameter {name!r} must be hashable, as parameters are static; got {value!r:.80} "
-                    f"of type {type(value).__name__}: pass a number or a tuple (of a function under jax.jit, one of "
-                    "its static_argnames), or pass an array as an operand"
+                    f"{self.title}: parameters are static, so they must be hashable. Parameter {name!r} is "
+                    f"{value!r:.80} of type {type(value).__name__}. Pass a number or a tuple, or pass an array as an "
+                    f'operand. If it is an argument of a function under jax.jit, add static_argnames="{name}".'
                 ) from None
-        call = self.primitive.op_params(outs, backend, **params)
-        with contextlib.suppress(TypeError):  # sizes that are arrays cannot be hashed
-            return self._calls.keep(key, call)
-        return call
+        op_params = self.primitive.op_params(outs, backend, **params)
+        with contextlib.suppress(TypeError):  # sizes that are arrays are not hashable
+            return self._calls.keep(key, op_params)
+        return op_params
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
@@ -5303,167 +5315,427 @@ class XLACustomKernel(_PickledByReference):
     # -- registration ----------------------------------------------------------------------------------
 
     def def_kernel(self, backend: str, platform: str, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a kernel for a backend and a platform; returns it, or a decorator where it is left out.
+        """Register a kernel for a backend and a platform.
 
-        It replaces the backend's kernel, also in functions that were compiled with the old one: these are traced again.
+            op.def_kernel(backend, platform, kg)
+            @op.def_kernel(backend, platform)
+
+        A kernel that is registered again replaces the previous one, even in functions that were compiled with it: JAX
+        compiles these again.
 
         Args:
-          backend: any name; `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"`, `"cuda_raw"` have shorthands.
-          platform: `"cpu"`, `"gpu"` or `"tpu"` (`"cuda"` and `"rocm"` mean `"gpu"`).
-          kg: a ready kernel, or a generator, `kg(outs=..., **params)`, which may leave out `outs` (a tuple); it returns
-            a ready kernel, a wrapper such as `numba_kernel(kernel, outs=outs[0])`, or a function that JAX traces.
-          asdefault: make this backend the platform's default; otherwise the first one registered is.
-          options: for a ready kernel, passed to `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`.
+          backend: str. Any name. For `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"` and `"cuda_raw"` there
+            are shorthands, such as `def_numba_kernel`.
+          platform: str. `"cpu"`, `"gpu"` or `"tpu"`. `"cuda"` and `"rocm"` mean `"gpu"`.
+          kg: a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), a wrapper such as `numba_kernel(...)`, or a
+            generator. A generator is a plain function `kg(outs=..., **params)`, called with the static parameters of a
+            call, and with `outs` (a tuple of specs) if it has such a parameter. It returns a decorated kernel, a
+            wrapper, or a function that JAX can trace. Default None: return a decorator.
+          asdefault: bool. Whether this backend becomes the default of the platform. Default False: the first
+            registered backend is the default.
+          options: for a decorated kernel, the options of `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`, such as
+            `launch_dims` and `zero_outputs`. A decorated kernel gets outputs of zeros, like every wrapper, unless you
+            pass `zero_outputs=False`.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+
+        Raises:
+          TypeError: if an option is unknown, or if there are options for a generator.
+          ValueError: if `platform` is not a platform of JAX, such as `"cuda12"`.
+
+        Example:
+          >>> op = XLACustomKernel("power")
+          >>> @op.def_kernel("jax", "cpu")
+          ... def power(n):
+          ...     return lambda x: x**n
+          >>> print(op(2.0, outs=lambda x: x, n=3))
+          8.0
         """
-        return self._define(backend, [platform], kg, asdefault, options)
+        return self._register_kernel(backend, [platform], kg, asdefault, options)
 
     def def_numba_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba kernel (a generator, or `@njit`) for the CPU; see :meth:`def_kernel`."""
-        return self._define("numba", ["cpu"], kg, asdefault, options)
+        """Register an `@njit` kernel, or a generator of one, as backend `"numba"` for CPUs.
+
+            op.def_numba_kernel(kg, **options)
+            @op.def_numba_kernel
+
+        Args:
+          kg, asdefault, options: see `def_kernel`. The options are those of `numba_kernel`.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+
+        Raises:
+          TypeError: as `def_kernel`, and if the kernel is for another backend.
+
+        Example:
+          >>> import numba
+          >>> op = XLACustomKernel("add_one")
+          >>> @op.def_numba_kernel
+          ... @numba.njit
+          ... def add_one(x, out):
+          ...     out[...] = x + 1
+          >>> print(op(np.ones(3, np.float32), outs=lambda x: x))
+          [2. 2. 2.]
+        """
+        return self._register_kernel("numba", ["cpu"], kg, asdefault, options, is_shorthand=True)
 
     def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Warp kernel for GPU and CPU, there as the default if nothing else is; see :meth:`def_kernel`."""
-        return self._define("warp", ["gpu", "cpu"], kg, asdefault, options)
+        """Register a `@wp.kernel`, or a generator of one, as backend `"warp"` for GPUs and CPUs.
+
+            op.def_warp_kernel(kg, **options)
+
+        On CPUs it is a fallback: it is the default only if no other backend is registered there.
+
+        Args:
+          kg, asdefault, options: see `def_kernel`. The options are those of `warp_kernel`, such as `launch_dims`.
+            `asdefault` concerns GPUs only.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+
+        Raises:
+          TypeError: as `def_kernel`, and if the kernel is for another backend.
+
+        Example:
+          >>> import warp as wp
+          >>> op = XLACustomKernel("add_one")
+          >>> @op.def_warp_kernel
+          ... @wp.kernel
+          ... def add_one(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+          ...     i = wp.tid()
+          ...     out[i] = x[i] + 1.0
+          >>> op(np.ones(3, np.float32), outs=lambda x: x).tolist()
+          [2.0, 2.0, 2.0]
+        """
+        return self._register_kernel("warp", ["gpu", "cpu"], kg, asdefault, options, is_shorthand=True)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
-        """Register a Numba CUDA kernel (a generator, or `@cuda.jit`) for the GPU; see :meth:`def_kernel`.
+        """Register a `@cuda.jit` kernel, or a generator of one, as backend `"numba_cuda"` for GPUs.
 
-        A `@cuda.jit` kernel is given its launch: `launch_dims`, or `grid` and `block`.
+            op.def_numba_cuda_kernel(kg, launch_dims=..., **options)
+
+        In Numba's simulator it is also a fallback for CPUs, like a Warp kernel.
+
+        Args:
+          kg, asdefault, options: see `def_kernel`. The options are those of `numba_cuda_kernel`. A `@cuda.jit` kernel
+            needs `launch_dims`, or `grid` and `block`.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+
+        Raises:
+          TypeError: as `def_kernel`, and if the kernel is for another backend.
+
+        Example:
+          >>> from numba import cuda
+          >>> op = XLACustomKernel("add_one")
+          >>> @op.def_numba_cuda_kernel(launch_dims=lambda x: x.size)
+          ... @cuda.jit
+          ... def add_one(x, out):
+          ...     i = cuda.grid(1)
+          ...     if i < out.size:
+          ...         out[i] = x[i] + 1
+          >>> op(np.ones(3, np.float32), outs=lambda x: x).tolist()
+          [2.0, 2.0, 2.0]
         """
-        platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]  # in the simulator as Warp: where nothing else is
-        return self._define("numba_cuda", platforms, kg, asdefault, options)
+        platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]
+        return self._register_kernel("numba_cuda", platforms, kg, asdefault, options, is_shorthand=True)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a Pallas kernel for `"gpu"`, `"tpu"`, or (in interpret mode) `"cpu"`; see :meth:`def_kernel`."""
-        return self._define("pallas", [platform], kg, asdefault, {})
+        """Register a generator of a Pallas kernel as backend `"pallas"`.
+
+            op.def_pallas_kernel(platform, kg)
+
+        Args:
+          platform: str. `"gpu"`, `"tpu"`, or `"cpu"` (in interpret mode).
+          kg, asdefault: see `def_kernel`. The generator returns a function that calls `pallas_call`.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+
+        Example:
+          >>> from jax.experimental import pallas
+          >>> def add_one(x_ref, out_ref):
+          ...     out_ref[...] = x_ref[...] + 1
+          >>> op = XLACustomKernel("add_one")
+          >>> _ = op.def_pallas_kernel("cpu", lambda outs: pallas.pallas_call(add_one, outs[0], interpret=True))
+          >>> print(op(np.ones(3, np.float32), outs=lambda x: x))
+          [2. 2. 2.]
+        """
+        return self._register_kernel("pallas", [platform], kg, asdefault, {}, is_shorthand=True)
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel for the GPU; see :meth:`def_kernel`."""
-        return self._define("triton", ["gpu"], kg, asdefault, {})
+        """Register a generator of a Triton kernel as backend `"triton"` for GPUs.
+
+            op.def_triton_kernel(kg)
+
+        Args:
+          kg, asdefault: see `def_kernel`. The generator returns a function that JAX can trace.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+        """
+        return self._register_kernel("triton", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a kernel compiled from CUDA C++ for the GPU; see :meth:`def_kernel`."""
-        return self._define("cuda_raw", ["gpu"], kg, asdefault, {})
+        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs.
 
-    def _define(self, backend: str, platforms: Sequence[str], kg: Any, asdefault: bool, options: dict) -> Any:
-        """Register a kernel for `platforms`: on those after the first it is a fallback."""
+            op.def_cuda_raw_kernel(kg)
+
+        Args:
+          kg, asdefault: see `def_kernel`. The generator returns a function that JAX can trace.
+
+        Returns:
+          `kg`, or a decorator that returns it.
+        """
+        return self._register_kernel("cuda_raw", ["gpu"], kg, asdefault, {}, is_shorthand=True)
+
+    def _register_kernel(
+        self,
+        backend: str,
+        platforms: Sequence[str],
+        kg: Any,
+        asdefault: bool,
+        options: dict,
+        is_shorthand: bool = False,
+    ) -> Any:
+        """Register a kernel for the first platform, and as a fallback for the others.
+
+        A shorthand, such as `def_numba_kernel`, takes no decorated kernel of another backend.
+        """
         if not isinstance(backend, str) or not isinstance(platforms[0], str):
-            raise TypeError(f"{self.title}: backend and platform must be names, got {backend!r} and {platforms[0]!r}")
+            raise TypeError(
+                f"{self.title}: a backend and a platform are strings. Got {backend!r} and {platforms[0]!r}. Write "
+                'op.def_kernel("numba", "cpu", kernel).'
+            )
         if kg is None:
-            return functools.partial(self._define, backend, platforms, asdefault=asdefault, options=options)
-        generator = _as_generator(f"{self.title}: the kernel of backend {backend!r}", kg, options)
-        for i, platform in enumerate(map(_platform_name, platforms)):
-            entries = self._kernels.setdefault(platform, {})
-            if i > 0 and backend in entries and not entries[backend].fallback:
-                continue  # registered for this platform itself
-            entries[backend] = KernelEntry(backend, platform, generator, fallback=i > 0)
+            return functools.partial(
+                self._register_kernel,
+                backend,
+                platforms,
+                asdefault=asdefault,
+                options=options,
+                is_shorthand=is_shorthand,
+            )
+        kind = _decorated_backend(kg)
+        if is_shorthand and kind in _BACKENDS and kind != backend:
+            raise TypeError(
+                f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
+                f"Register it with op.def_{kind}_kernel(kernel)."
+            )
+        generator = _as_generator(f"the kernel of backend {backend!r} of {self.title}", kg, options)
+        names = list(map(self._checked_platform, platforms))
+        for i, platform in enumerate(names):
+            entries = self._entries.setdefault(platform, {})
+            is_fallback = i > 0
+            if is_fallback and backend in entries and not entries[backend].fallback:
+                continue  # this backend has a kernel that was registered for this very platform
+            entries[backend] = KernelEntry(backend, platform, generator, is_fallback)
         if asdefault:
-            self._chosen[_platform_name(platforms[0])] = backend
-        self._drop_traces()
+            self._explicit_defaults[names[0]] = backend
+        self._clear_caches_if_entries_changed()
         return kg
 
-    def _drop_traces(self) -> None:
-        """Drop what generators made, and JAX's traces with earlier kernels or rules, for which all its caches go."""
-        self._functions = _BoundedCache()
-        if self._is_traced:
-            self._is_traced = False
-            jax.clear_caches()
-            _jitted_primitive.cache_clear()
+    def _checked_platform(self, platform: str) -> str:
+        """Return the name under which kernels for a platform are registered, or raise if the name is misspelt."""
+        # Only variants of JAX's names are rejected, because plugins add platforms with other names.
+        match = re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE)
+        if match and platform != match[1].lower():
+            raise ValueError(
+                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. "
+                f"Write {_platform_name(match[1].lower())!r}."
+            )
+        return _platform_name(platform)
+
+    def _clear_caches_if_entries_changed(self) -> None:
+        """Clear JAX's caches if another kernel now serves calls that were lowered before."""
+        for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
+            if self._candidates(platform).get(backend) is not entry:
+                self._clear_jax_caches()
+                return
+
+    def _clear_jax_caches(self) -> None:
+        """Clear all of JAX's caches, so that every function is traced and compiled again.
+
+        JAX cannot drop only the functions that call one op.
+        """
+        self._is_traced = False
+        self._lowered = {}
+        self._generated = _BoundedCache()
+        jax.clear_caches()
+        _jitted_primitive.cache_clear()
 
     # -- dispatch --------------------------------------------------------------------------------------
 
     @property
     def defaults(self) -> dict[str, str]:
-        """The default backend of every platform that has a kernel (a copy)."""
-        return {platform: self._choices(platform)[None].backend for platform in list(self._kernels)}
+        """The default backend of each platform that has a kernel, as a new dict."""
+        return {platform: self._candidates(platform)[None].backend for platform in list(self._entries)}
 
     def get_default(self, platform: str) -> str | None:
-        """The default backend of `platform`, or None where it has no kernel."""
-        return self.defaults.get(_platform_name(platform))
+        """Return the default backend of a platform, or None if the platform has no kernel.
+
+        Args:
+          platform: str, see `def_kernel`.
+        """
+        return self.defaults.get(self._checked_platform(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Make `backend`, which must be registered, the default of `platform`, also in functions compiled before."""
-        name = _platform_name(platform)
-        self._chosen[name] = self._entry(name, backend).backend
-        self._drop_traces()
+        """Set the default backend of a platform, even for functions that are compiled already.
+
+        Args:
+          platform: str, see `def_kernel`.
+          backend: str. A backend that is registered for the platform.
+
+        Raises:
+          ValueError: if the backend is not registered for the platform.
+        """
+        name = self._checked_platform(platform)
+        self._explicit_defaults[name] = self._select_entry(name, backend).backend
+        self._clear_caches_if_entries_changed()
 
     def available_backends(self, platform: str) -> list[str]:
-        """The backends registered for `platform`, in order of registration."""
-        return list(self._kernels.get(_platform_name(platform), {}))
+        """Return the backends that are registered for a platform, in order of registration.
 
-    def _choices(self, platform: str) -> dict[str | None, KernelEntry]:
-        """The kernel for each `backend` that a call may name; None is the default."""
-        choices: dict[Any, KernelEntry] = dict(self._kernels.get(platform, {}))  # a copy, as threads may register
-        if choices:
-            first = min(choices.values(), key=operator.attrgetter("fallback"))
-            choices[None] = choices.get(self._chosen.get(platform), first)
-        return choices
+        Args:
+          platform: str, see `def_kernel`.
+        """
+        return list(self._entries.get(self._checked_platform(platform), {}))
 
-    def _entry(self, platform: str, backend: str | None) -> KernelEntry:
-        """The kernel that serves a call, or an error that says what is registered."""
-        choices = self._choices(platform)
-        if backend in choices:
-            return choices[backend]
+    def _candidates(self, platform: str) -> dict[str | None, KernelEntry]:
+        """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
+        candidates: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy, as threads may register
+        if candidates:
+            first = min(candidates.values(), key=operator.attrgetter("fallback"))  # the first that is not a fallback
+            candidates[None] = candidates.get(self._explicit_defaults.get(platform), first)
+        return candidates
+
+    def _select_entry(self, platform: str, backend: str | None) -> KernelEntry:
+        """Return the kernel for a platform and the argument `backend` of a call, or raise if there is none."""
+        candidates = self._candidates(platform)
+        if backend in candidates:
+            return candidates[backend]
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
-            f"{self.title} has no {missing} for platform {platform!r}; registered: {self._registered()}; "
-            "choose one of these (backend=, jax.default_device), or register another with def_kernel"
+            f"{self.title} has no {missing} for platform {platform!r}. Registered: {self._registered()}. Pass "
+            "a registered backend=, move the inputs with jax.device_put(x, device), or register a kernel: "
+            f"op.def_kernel({backend or 'jax'!r}, {platform!r}, kernel)."
         )
         raise NotImplementedError(text) if backend is None else ValueError(text)
 
     def _registered(self) -> str:
-        return "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._kernels.items()]) or "nothing"
+        """Return a list of all platforms and their backends, for people."""
+        return "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._entries.items()]) or "nothing"
 
     # -- rules -----------------------------------------------------------------------------------------
 
     def def_batching_rule(self, fun: Callable) -> Callable:
-        """Override batching: `fun(args, axes, **params) -> (outputs, output_axes)`; usable as a decorator.
+        """Define how `vmap` batches the op.
 
-        `axes` holds 0 for a batched operand, else None; `params` is as in :meth:`def_jvp_rule`. Outputs and their axes
-        are lists, or one of each. The rule runs when the op is lowered: derivatives are by the op's rules, and it must
-        not close over traced values.
+            fun(args, axes, **params) -> (outputs, output_axes)
+
+        Without this rule, the kernel of the backend is batched. If the op has a JVP or transpose rule, the batching
+        rule runs when a call is lowered. Then derivatives come from the op's rules, and the batching rule cannot use
+        traced values of its closure.
+
+        Args:
+          fun: a function. `args` holds the operands. `axes` holds the position of the batch axis for each operand,
+            which is 0, or None for an unbatched operand. `params` is described in `def_jvp_rule`. It returns the
+            outputs and their batch axes: two lists, or one output and one axis.
+
+        Returns:
+          `fun`, so the method is also a decorator.
+
+        Example:
+          >>> op = XLACustomKernel("exp")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: jax.numpy.exp)
+          >>> _ = op.def_batching_rule(lambda args, axes: (jax.numpy.exp(args[0]), axes[0]))
+          >>> print(jax.vmap(lambda x: op(x, outs=x))(np.zeros(2, np.float32)))
+          [1. 1.]
         """
         return self._define_rule("batching", fun)
 
     def register_general_batching(self) -> None:
-        """Restore the batching rule that every op starts with (:func:`general_batching_rule`)."""
+        """Remove the batching rule of :meth:`def_batching_rule`, so that the kernel of the backend is batched again."""
         self._set_rule("batching", None)
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
-        """Define the derivative by one function, `fun(primals, tangents, **params) -> (outputs, tangents_out)`.
+        """Define the JVP rule as one function.  It replaces a VJP rule.
 
-        A tangent that is zero is a `jax.interpreters.ad.Zero`; outputs and their tangents are lists, and a tangent may
-        be None for zero. `params` holds `outs`, `backend` and the static parameters of the call; every rule may leave
-        out the first two. An op that a rule calls runs its default backend, unless it is given `backend=backend`.
-        Usable as a decorator.
+            fun(primals, tangents, **params) -> (outputs, output_tangents)
+
+        Args:
+          fun: a function of two tuples with an item for each operand. A zero tangent is a `jax.interpreters.ad.Zero`.
+            It returns two lists with an item for each output. The tangent of an output may be None for zero. `params`
+            holds the static parameters of the call, `outs` (a tuple of specs) and `backend`. A rule may omit the
+            parameters `outs` and `backend`. If the rule calls an op, pass `backend=backend` to use the same backend.
+
+        Returns:
+          `fun`, so the method is also a decorator.
+
+        Example:
+          >>> op = XLACustomKernel("square")
+          >>> _ = op.def_kernel("jax", "cpu", lambda: lambda x: x * x)
+          >>> @op.def_jvp_rule
+          ... def jvp(primals, tangents):
+          ...     (x,), (t,) = primals, tangents
+          ...     return [x * x], [2 * x * t]
+          >>> print(jax.grad(lambda x: op(x, outs=x))(3.0))
+          6.0
         """
         return self._define_rule("jvp", fun)
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
-        """Define the derivative by one rule per operand; see :func:`defjvp`."""
-        what = f"{self.title}: def_jvp_rule2: the rule of operand"
+        """Define the JVP rule as one function for each operand.  It replaces a VJP rule.
+
+            rule(tangent, *primals, **params) -> output tangents
+
+        Args:
+          jvp_rules: a function or None for each operand, see :func:`defjvp`.
+        """
+        what = f"{self.title}: the JVP rule for operand"
         self._set_rule(
             "jvp", [rule and _drop_unaccepted_kwargs(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)]
         )
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
-        """Define the transpose of an op that is linear in some operands; usable as a decorator.
+        """Define the transpose rule, if the op is linear in some of its operands.
 
-        `fun(cotangents, *operands, **params)` gets a list with one cotangent per output (`ad.Zero` where it is zero),
-        and an `ad.UndefinedPrimal` for every operand that the op is linear in (`ad.is_undefined_primal`). It returns
-        one cotangent per operand: None for those that are known. It works under `vmap`, too, where JAX's
-        `linear_call` has no batching rule.
+            fun(cotangents, *operands, **params) -> operand cotangents
+
+        Args:
+          fun: a function. `cotangents` is a list with an item for each output; a zero is a `jax.interpreters.ad.Zero`.
+            An operand in which the op is linear is an `ad.UndefinedPrimal` (`ad.is_undefined_primal(x)` is True).
+            `params` is described in `def_jvp_rule`. It returns a cotangent for each operand, and None for the others.
+
+        Returns:
+          `fun`, so the method is also a decorator.
+
+        Example:
+          >>> op = XLACustomKernel("scale")
+          >>> _ = op.def_kernel("jax", "cpu", lambda factor: lambda x: factor * x)
+          >>> op.def_jvp_rule2(lambda t, x, outs, factor: op(t, outs=outs[0], factor=factor))
+          >>> _ = op.def_transpose_rule(lambda cotangents, x, factor: [factor * cotangents[0]])
+          >>> print(jax.grad(lambda x: op(x, outs=x, factor=3.0))(1.0))
+          3.0
         """
         return self._define_rule("transpose", fun)
 
     def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
-        """Define the reverse-mode derivative by two functions, such as an op with a kernel for the backward pass has.
+        """Define the VJP rule as two functions, for example if a kernel computes the backward pass.
+
+            fwd(*ins, **params) -> (results, residuals)
+            bwd(residuals, cotangents, **params) -> operand cotangents
+
+        The op then supports reverse mode only. A JVP rule that is defined later replaces the VJP rule.
 
         Args:
-          fwd: `fwd(*ins, **params) -> (results, residuals)`, with results (mostly those of the op itself) in the
-            structure of the call's `outs`, and `params` as in :meth:`def_jvp_rule`.
-          bwd: `bwd(residuals, cotangents, **params)`, with cotangents in that structure; returns one cotangent per
-            operand, None for zero.
+          fwd: a function. `params` is described in `def_jvp_rule`. The results, usually those of the op itself, have
+            the structure of `outs`.
+          bwd: a function. The cotangents have the structure of `outs`. It returns a cotangent for each operand, or
+            None for zero.
 
         Example:
           >>> op = XLACustomKernel("square")
@@ -5472,65 +5744,99 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        what = f"{self.title}: a rule of def_vjp_rule"
+        what = f"{self.title}: a function of def_vjp_rule"
         self._set_rule("vjp", (_drop_unaccepted_kwargs(fwd, what), _drop_unaccepted_kwargs(bwd, what)))
 
     def _define_rule(self, kind: str, fun: Callable) -> Callable:
-        self._set_rule(kind, _drop_unaccepted_kwargs(fun, f"{self.title}: a {kind} rule"))
+        """Replace a rule by the user's function, and return the function."""
+        self._set_rule(kind, _drop_unaccepted_kwargs(fun, f"{self.title}: the {kind} rule"))
         return fun
 
     def _set_rule(self, kind: str, rule: Any) -> None:
-        """Replace a rule (None: by the default)."""
+        """Replace a rule, or remove it if `rule` is None.  Functions that may depend on it are compiled again."""
+        if rule is None and self._rules.get(kind) is None:
+            return
         if kind == "jvp":
-            self._rules["vjp"] = None  # of the two, the newest counts
+            self._rules["vjp"] = None  # the newer one of the two rules counts
         self._rules[kind] = rule
-        self._drop_traces()
+        if self._is_traced:
+            self._clear_jax_caches()
 
-    # -- what BrainEvent's operators attach to an op ---------------------------------------------------
+    # -- attributes that BrainEvent's operators attach to an op ----------------------------------------
 
     def def_call(self, fn: Callable) -> Callable:
-        """Attach the function that :meth:`call` calls: the op with its operands prepared and checked."""
+        """Set the function that :meth:`call` calls, and return it.
+
+        Args:
+          fn: a function that prepares and checks operands, and calls the op.
+        """
         self._call_fn = fn
         return fn
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function attached by :meth:`def_call`, or the op."""
+        """Call the function that :meth:`def_call` has set.  Default: the op."""
         return self._call_fn(*args, **kwargs)
 
     def def_tags(self, *tags: str) -> None:
-        """Attach words to find the op by."""
+        """Set the tags of the op.
+
+        Args:
+          tags: str. Words that describe the op, such as `"sparse"`.
+        """
         self._tags = set(tags)
 
     def def_benchmark_data(self, fn: Callable) -> Callable:
-        """Attach a function that makes benchmark data."""
+        """Set a function that creates benchmark data, and return it."""
         self._benchmark_data_fn = fn
         return fn
 
     def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
-        """Time `op(*ins, outs=outs, **params)` under `jax.jit`: by one backend, or by all of the default platform.
+        """Time a call of the op under `jax.jit` on the default platform.
 
-        The result prints as a table.  Each of its `.rows` has `backend`, `first_ms` (the first call, with compilation),
-        `median_us`, `difference` (the largest one from the first backend that ran, in double precision) and `error`.
+            op.benchmark(*ins, outs=..., backend=None, **params)
+
+        Args:
+          ins, outs, params: as for a call of the op.
+          backend: str or None. The backend to time. Default None: all backends of the platform.
+
+        Returns:
+          A table, which prints as text. Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
+          including compilation), `median_us`, `difference` (the maximum difference from the results of the first
+          backend that runs) and `error` (the error message of a backend that fails).
+
+        Raises:
+          NotImplementedError: if the platform has no kernel.
+          ValueError: if the backend is not registered for the platform.
         """
         platform = _default_platform()
-        self._entry(platform, backend)  # raises where there is none
+        self._select_entry(platform, backend)  # raises if there is none
         args = jax.device_put(_convert_inputs(ins, self.title)[0])
         rows = []
         reference = None
         for name in [backend] if backend else self.available_backends(platform):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
-            timer = timeit.Timer(lambda call=call: jax.block_until_ready(call(*args)))  # type: ignore[misc]
             try:
-                first = timer.timeit(1)
-                times = timer.repeat(int(np.clip(0.2 / timer.timeit(1), 5, 10_000)), 1)
+                first_s, median_s = _time_call(call, args)
                 results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
                 reference = results if reference is None else reference
-                differs = ~np.isclose(results, reference, 0, 0, equal_nan=True)
-                difference = np.max(np.abs(results[differs] - reference[differs]), initial=0.0)
-                rows.append(_BenchmarkRow(name, 1e3 * first, 1e6 * np.median(times), difference))
+                rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(results, reference)))
             except Exception as error:
                 rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
         return _OpBenchmark(rows)
+
+
+def _time_call(call: Callable, args: Sequence) -> tuple[float, float]:
+    """Return the time of the first call and the median of further calls, in seconds."""
+    timer = timeit.Timer(lambda: jax.block_until_ready(call(*args)))
+    first_s = timer.timeit(1)
+    n_repetitions = int(np.clip(0.2 / timer.timeit(1), 5, 10_000))  # about 0.2 s in all
+    return first_s, float(np.median(timer.repeat(n_repetitions, 1)))
+
+
+def _max_difference(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the maximum absolute difference.  Equal infinities, and NaNs in the same place, do not differ."""
+    differs = ~np.isclose(x, y, 0, 0, equal_nan=True)
+    return np.max(np.abs(x[differs] - y[differs]), initial=0.0)
 
 
 class _BenchmarkRow(NamedTuple):
@@ -5542,7 +5848,9 @@ class _BenchmarkRow(NamedTuple):
 
 
 class _OpBenchmark(NamedTuple):
-    rows: list
+    """The result of :meth:`XLACustomKernel.benchmark`."""
+
+    rows: list[_BenchmarkRow]
 
     def __repr__(self) -> str:
         lines = ["backend         first (ms)   median (us)  difference"]
@@ -5553,10 +5861,16 @@ class _OpBenchmark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelEntry:
-    """One kernel of an :class:`XLACustomKernel`, made by `def_kernel`.
+    """A kernel that is registered with an :class:`XLACustomKernel`.  `def_kernel` creates it.
 
-    `kernel_generator` is what was registered, or for a ready kernel a generator that returns its wrapper. A `fallback`
-    (Warp on the CPU, Numba's simulator of CUDA) serves, unless asked for by name, only where the platform has no other.
+    Two entries are equal only if they are the same object.
+
+    Attributes:
+      backend: str. The backend for which the kernel is registered.
+      platform: str. `"cpu"`, `"gpu"`, `"tpu"`, or the name of a platform of a plugin.
+      kernel_generator: the registered generator. For a decorated kernel or a wrapper, a generator that returns it.
+      fallback: bool. Whether the kernel is the default only if the platform has no other kernels: Warp on CPUs, and
+        Numba CUDA in Numba's simulator. Default False.
     """
 
     backend: str
@@ -5565,11 +5879,14 @@ class KernelEntry:
     fallback: bool = False
 
 
-# -- 11.2 A call: from op(...) to its primitive --------------------------------------------------------
+# -- 11.2 Keys of caches -------------------------------------------------------------------------------
 
 
 def _outs_key(outs: Any) -> tuple:
-    """Equal for equal structures of equal specs.  To flatten a list costs an eager call more than JAX's own work."""
+    """Return a key that is equal for equal structures of equal specs.
+
+    `jax.tree.flatten` is avoided for lists and tuples: it would take longer than the rest of an eager call.
+    """
     kind = type(outs)
     if kind is list or kind is tuple:
         return kind, tuple([_outs_key(x) for x in outs])
@@ -5579,51 +5896,79 @@ def _outs_key(outs: Any) -> tuple:
     return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
 
 
-def _tagged(value: Any) -> Any:
-    """A key that differs for values which Python finds equal: 1, 1.0 and True; 0.0 and -0.0."""
+def _params_key(value: Any) -> tuple:
+    """Return a key of static parameters, or of one of them, that also compares types and signs of zero.
+
+    Python finds 1, 1.0 and True equal, and 0.0 and -0.0.
+    """
     kind = type(value)
     if kind is dict:  # the parameters of a call
-        return tuple([(name, _tagged(x)) for name, x in sorted(value.items())])
+        return tuple([(name, _params_key(x)) for name, x in sorted(value.items())])
     if isinstance(value, (tuple, frozenset)):
-        return kind, *map(_tagged, value)
-    if kind in (float, complex) or isinstance(value, np.inexact):  # also NaN, which is not equal to itself
-        return kind, np.asarray(value).tobytes()
+        return kind, *map(_params_key, value)
+    if kind in (float, complex) or isinstance(value, np.inexact):
+        return kind, np.asarray(value).tobytes()  # NaN is not equal to itself, but its bytes are
     return kind, value
 
 
-# -- 11.3 A kernel: from a generator, or a ready kernel, to its results --------------------------------
-# For one slice and one backend.
+# -- 11.3 Kernels: from a registered kernel to the results of one slice --------------------------------
 
 
-def _as_generator(kernel: str, kg: Any, options: dict) -> Callable:
-    """The generator of a ready kernel; any other is the user's own function, which `KernelEntry` holds as it is."""
+def _as_generator(what: str, kg: Any, options: dict) -> Callable:
+    """Return a generator: the user's own, or one that returns the wrapper of a decorated kernel."""
     kind = _decorated_backend(kg)
-    if options and kind not in _BACKENDS:
-        raise TypeError(f"{kernel}: {', '.join(options)} can be given with a ready kernel only; else in its wrapper")
-    if kind is not None:
-        return functools.partial(_wrap_decorated, kg, options)
+    if kind in _BACKENDS:
+        wrap = _BACKENDS[kind].wrap
+        try:
+            inspect.signature(wrap).bind(kg, (), **options)
+        except TypeError as error:
+            raise TypeError(
+                f"The options of a decorated kernel are those of {wrap.__name__}. For {what}: {error}. Remove "
+                "this option, or correct its name. Pass outs to the call: op(x, outs=...)."
+            ) from None
+        return functools.partial(_generate_wrapper, kg, options)
+    if options:
+        raise TypeError(
+            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
+            "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
+        )
+    if kind == "wrapper":
+        return functools.partial(_generate_wrapper, kg, options)
     if not callable(kg):
-        raise TypeError(f"{kernel} (a generator, or a Numba, Numba CUDA or Warp kernel) must be callable, got {kg!r}")
+        raise TypeError(
+            f"A kernel must be decorated, a wrapper, or a generator. Got {kg!r} for {what}. Pass a function."
+        )
     return kg
 
 
-def _wrap_decorated(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Any:
-    """A ready kernel as a function of arrays; anything else as it is."""
-    kind = _decorated_backend(kernel)
+def _generate_wrapper(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
+    """Return the wrapper of a decorated kernel.  This is the generator of the kernel, which takes no parameters."""
     if params:
-        raise TypeError(f"static parameters {list(params)} need a generator that makes this {kind} kernel of them")
-    return _BACKENDS[kind].wrap(kernel, outs, **options) if kind in _BACKENDS else kernel
+        shown = ", ".join(params)
+        raise TypeError(
+            f"A decorated kernel takes no static parameters. Got {shown} for {kernel!r}. "
+            f"Register a generator that creates the kernel: lambda {shown}: make_kernel({shown})."
+        )
+    return _wrap_if_decorated(kernel, outs, options)
+
+
+def _wrap_if_decorated(function: Any, outs: tuple, options: dict) -> Any:
+    """Return the wrapper of a decorated kernel, and anything else unchanged."""
+    kind = _decorated_backend(function)
+    return _BACKENDS[kind].wrap(function, outs, **options) if kind in _BACKENDS else function
 
 
 def _drop_unaccepted_kwargs(fun: Callable, what: str) -> Callable:
-    """`fun`, called without those of `outs` and `backend` that its signature does not take."""
+    """Return `fun`, but called without `outs` and `backend` if its signature does not accept them."""
+    if not callable(fun):
+        raise TypeError(f"{what} must be a function. Got {fun!r}. Pass a function.")
     signature = inspect.signature(fun)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    unwanted = set() if takes_all else {"outs", "backend"} - signature.parameters.keys()
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    unaccepted = set() if accepts_all else {"outs", "backend"} - signature.parameters.keys()
 
     @functools.wraps(fun)
     def call(*args: Any, **params: Any) -> Any:
-        for name in unwanted & params.keys():
+        for name in unaccepted & params.keys():
             del params[name]
         try:
             return fun(*args, **params)
@@ -5635,70 +5980,112 @@ def _drop_unaccepted_kwargs(fun: Callable, what: str) -> Callable:
 
 
 def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
-    """The flat list of results of a kernel for the operands of one slice."""
+    """Return the results of a kernel for one slice, as a flat list."""
     what = f"{op_params.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        results = _function_of_arrays(op_params, entry, ins)(*ins)
+        function = _generated_function(op_params, entry, ins)
+        results = _call_generated_function(what, function, entry, ins)
     except Exception as error:
-        error.add_note(f"{what} raised this; backend= chooses another of {op_params.op!r}")
+        error.add_note(f"Raised by {what}. Pass backend= to choose another one of {op_params.op!r}.")
         raise
-    return _outputs(what, results, op_params.outs, op_params.tree)
+    return _check_outputs(what, results, op_params.outs, op_params.tree)
 
 
-def _function_of_arrays(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
-    """What the generator returns for these parameters and outs, which it is asked for once."""
-    axes = _all_varying_axes(map(jax.typeof, ins))
-    mesh = jax.sharding.get_abstract_mesh()  # an array that the generator makes has it in its type
-    key = entry, op_params.outs, axes, mesh, op_params.key, jax.config.jax_enable_x64
-    functions = op_params.op._functions
-    known = functions.get(key)
-    if known:
-        return known
-    outs = tuple([Spec(out.shape, out.dtype, **_varying(axes)) for out in op_params.outs])
-    what = (
-        f"{op_params.op.title}: the generator (any plain function is one: @numba.njit makes a Numba kernel, lambda: f "
-        "gives a function f)"
-    )
-    # What it computes with jax.numpy serves other traces, too: so it is an array, no tracer, and has no manual axes.
+def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
+    """Return the function that a generator returns for a call.  The generator is called once for equal calls."""
+    varying_axes = _all_varying_axes(map(jax.typeof, ins))
+    mesh = jax.sharding.get_abstract_mesh()  # part of the type of arrays that the generator creates
+    key = entry, op_params.outs, varying_axes, mesh, op_params.params_key, jax.config.jax_enable_x64
+    generated = op_params.op._generated
+    if key in generated:
+        return generated[key]
+    outs = tuple([Spec(out.shape, out.dtype, **_varying(varying_axes)) for out in op_params.outs])
+    # The function also serves later traces.  So the generator must compute arrays, not tracers, without manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
+    generator = _drop_unaccepted_kwargs(
+        entry.kernel_generator,
+        f"A plain function is a generator, which is called with the static parameters. {_advice(entry.backend)} "
+        f"{op_params.op.title}: the generator of backend {entry.backend!r}",
+    )
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        returned = _drop_unaccepted_kwargs(entry.kernel_generator, what)(**op_params.params, outs=outs)
-        function = _wrap_decorated(returned, {}, op_params.outs)
+        function = _wrap_if_decorated(generator(**op_params.params, outs=outs), op_params.outs, {})
+    _check_generated_function(function, entry.backend)
+    return generated.keep(key, function)
+
+
+def _check_generated_function(function: Any, backend: str) -> None:
+    """Raise if a generator has returned something other than a function without side effects."""
     if not callable(function):
-        raise TypeError(f"the generator must return the function to trace, got {function!r}")
+        raise TypeError(
+            f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
+            f"{_advice(backend)}"
+        )
     if getattr(getattr(function, "options", None), "has_side_effect", False):
-        raise TypeError("an op has no side effects, as a call with unused results is dropped: call the kernel itself")
-    return functions.keep(key, function)
+        raise TypeError(
+            "An op has no side effects, because JAX drops a call with unused results. The kernel has "
+            f"has_side_effect=True. Call {function!r} itself instead of the op."
+        )
 
 
-def _outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
-    """The outputs that a kernel or a rule returned, as arrays: in any container, but dicts only as declared."""
+def _call_generated_function(what: str, function: Callable, entry: KernelEntry, ins: Sequence) -> Any:
+    """Call the function that a generator has returned."""
+    try:
+        return function(*ins)
+    except TypeError:
+        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:  # maybe a decorator is missing
+            signature = inspect.signature(function, follow_wrapped=False)
+            _check_call_signature(signature, f"{_advice(entry.backend)} {what}", ins)
+        raise
+
+
+def _advice(backend: str) -> str:
+    """Return what to do if a function is not the generator for which it is taken."""
+    if backend in _BACKENDS:
+        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
+    return "To register a function f of arrays, pass lambda: f."
+
+
+def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
+    """Return the results of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
+
+    Any container is accepted, but dicts only if `outs` has the same dicts, because their order is not certain.
+    """
     leaves, structure = jax.tree.flatten(returned)
     if structure != tree and (_contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)):
-        fix = "return that, or declare a tuple, or a NamedTuple, which keeps names and order"
-        raise ValueError(f"{what} returned {structure}, but outs declares {tree}: {fix}")
-    return _as_declared(what, leaves, "outs declares", outs)
+        raise ValueError(
+            f"{what} returned {structure}, but outs declares {tree}. If one of them is a dict, they must be equal. "
+            "Return what outs declares, or use a tuple or a NamedTuple."
+        )
+    return _check_results(what, leaves, "outs declares", outs)
 
 
-def _as_declared(what: str, returned: Sequence, declares: str, expected: Sequence) -> list:
-    """What a kernel or a rule returned, as arrays of these shapes and dtypes; None fits everything, on either side."""
-    # no asarray of arrays, as it truncates 64 bits
+def _check_results(what: str, returned: Sequence, declares: str, expected: Sequence) -> list:
+    """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
+
+    None matches everything, as a result (a zero in a rule) and as an expectation.
+    """
+    # Only other values are converted, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_format_spec, arrays))
     wanted = list(map(_format_spec, expected))
-    misfits = [pair for pair in zip(shown, wanted) if pair[0] != pair[1] and "None" not in pair]
-    if len(shown) != len(wanted) or misfits:
-        fix = "return as many, of equal shape and dtype (None for zero in a rule), or correct what is declared"
-        raise ValueError(f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}): {fix}")
-    return arrays
+    matches = [x is None or spec is None or a == b for x, spec, a, b in zip(arrays, expected, shown, wanted)]
+    if len(shown) == len(wanted) and all(matches):
+        return arrays
+    raise ValueError(
+        f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}). Return as many arrays, of "
+        "these shapes and dtypes, or correct outs. In a rule, None stands for zero."
+    )
 
 
-# -- 11.4 The primitive: its rules for JAX's interpreters ----------------------------------------------
-# Each rule looks up what the op has now when JAX asks.  JAX keeps the answers until `_drop_traces` drops them.
+# -- 11.4 The primitive and the rules that JAX's interpreters call -------------------------------------
+# Each rule uses the op's registrations at the time when JAX calls it.  JAX caches its result.
 
 
 class _OpPrimitive(Primitive):
-    """The primitive of an op, whose one parameter is an `_OpParams`: bound by hand, it is given what makes one."""
+    """The primitive of an op.  Its only parameter is an `_OpParams`.
+
+    BrainEvent binds it by hand, with `outs`, `backend` and static parameters instead.
+    """
 
     multiple_results = True
 
@@ -5706,28 +6093,29 @@ class _OpPrimitive(Primitive):
         super().__init__(op.name)
         self.op = op
         self.def_impl(functools.partial(_apply_primitive, self))
-        self.def_abstract_eval(self.jax_rule(_op_abstract_eval))
-        ad.primitive_jvps[self] = self.jax_rule(_op_jvp)
-        ad.primitive_transposes[self] = self.jax_rule(_op_transpose)
-        batching.primitive_batchers[self] = self.jax_rule(_op_batching)
-        for platform in (None, "cpu", "gpu", "tpu"):  # a rule for each platform, or JAX would lower for several at once
-            mlir.register_lowering(self, self.jax_rule(_op_lowering), platform=platform)
+        self.def_abstract_eval(self.as_jax_rule(_op_abstract_eval))
+        ad.primitive_jvps[self] = self.as_jax_rule(_op_jvp)
+        ad.primitive_transposes[self] = self.as_jax_rule(_op_transpose)
+        batching.primitive_batchers[self] = self.as_jax_rule(_op_batching)
+        # If one rule served several platforms, JAX would lower the call only once for all of them.
+        for platform in (None, "cpu", "gpu", "tpu"):
+            mlir.register_lowering(self, self.as_jax_rule(_op_lowering), platform=platform)
 
-    def jax_rule(self, function: Callable) -> Callable:
-        """A rule for JAX's interpreters: `function`, with an `_OpParams` before its other arguments."""
+    def as_jax_rule(self, rule: Callable) -> Callable:
+        """Return a rule in JAX's calling convention from `rule(op_params, *args)`."""
 
-        def call(*args: Any, **params: Any) -> Any:
+        def jax_rule(*args: Any, **params: Any) -> Any:
             self.op._is_traced = True
-            return function(self.op_params(**params), *args)
+            return rule(self.op_params(**params), *args)
 
-        return call
+        return jax_rule
 
     def op_params(self, /, outs: Any = (), backend: Any = None, _op_params: Any = None, **params: Any) -> _OpParams:
-        """The one parameter, also where the others are given by hand: BrainEvent calls rules without outs."""
+        """Return the `_OpParams` of a call, which may be bound by hand.  BrainEvent calls rules without outs."""
         if _op_params:
             return _op_params
         specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
-        return _OpParams(self.op, tuple(specs), backend, params, _tagged(params), tree)
+        return _OpParams(self.op, tuple(specs), backend, params, _params_key(params), tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _op_params=self.op_params(**params))
@@ -5735,80 +6123,89 @@ class _OpPrimitive(Primitive):
 
 @dataclasses.dataclass(frozen=True)
 class _OpParams:
-    """A call of an op, or what its primitive is bound with then: the same, with the dtypes that JAX allows."""
+    """The static parameters of a call of an op, and the vmaps that were recorded so far (11.5)."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
-    outs: tuple  # of one slice
+    outs: tuple[Spec, ...]  # of one slice
     backend: str | None
-    params: dict[str, Any] = dataclasses.field(compare=False)  # static; in one, as they may have any name
-    key: tuple = dataclasses.field(repr=False)  # of params, for JAX's caches, which would take 1 and 1.0 for the same
+    params: dict[str, Any] = dataclasses.field(compare=False)  # in a dict, because their names are arbitrary
+    params_key: tuple = dataclasses.field(repr=False)  # compared instead of params, because 1 == 1.0
     tree: Any  # the structure of outs
-    vmaps: tuple = ()  # the recorded ones (11.5): the `in_axes` of each
-    batch: tuple[int, ...] = ()  # and its size
-    batching_rule: Callable | None = None  # of the user, if it does the innermost of the vmaps
+    vmaps: tuple[tuple[int | None, ...], ...] = ()  # the `in_axes` of each recorded vmap, the outermost first
+    batch: tuple[int, ...] = ()  # the size of each recorded vmap
+    batching_rule: Callable | None = None  # the user's rule for the innermost recorded vmap
 
     @property
     def batched_outs(self) -> list[Spec]:
+        """The specs of the results, including the batch."""
         return [Spec((*self.batch, *out.shape), out.dtype) for out in self.outs]
 
     @property
     def rule_params(self) -> dict[str, Any]:
-        """What a user's rules get, which are for one slice."""
+        """The keyword arguments of the user's rules."""
         return {**self.params, "outs": self.outs, "backend": self.backend}
 
     @functools.cached_property
     def jitted(self) -> Callable:
-        """For calls on arrays."""
+        """The compiled call, for operands that are arrays."""
         return jax.jit(self.trace)
 
     def trace(self, *ins: Any) -> Any:
-        """A call on tracers (or, under disable_jit, on arrays)."""
-        self.op._is_traced = True  # here, too, as a vjp rule that JAX's caches hold need not bind the primitive
-        op_params = self.allowed(ins)
+        """Bind the primitive, and return the results in the structure of outs."""
+        self.op._is_traced = True  # set here because a VJP rule need not bind the primitive
+        op_params = self.with_allowed_dtypes(ins)
         rule = self.op._rules.get("vjp")
         results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
         return self.tree.unflatten(results)
 
-    def allowed(self, ins: Sequence) -> _OpParams:
-        """With the dtypes that JAX allows now: jax_enable_x64 can change between two calls."""
+    def with_allowed_dtypes(self, ins: Sequence) -> _OpParams:
+        """Return the parameters with outs truncated as jax_enable_x64 demands, which can change between two calls."""
         outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, outs=tuple(outs))
 
-    def check(self, ins: Sequence) -> None:
-        """Trace the kernel that will probably run, once for these inputs, so that its errors are raised here."""
-        entry = self.op._choices(_default_platform()).get(self.backend)
+    def check_kernel(self, ins: Sequence) -> None:
+        """Trace the kernel that will probably run, so that its errors are raised at the user's call.
+
+        The lowering, which comes later, reports the errors of other kernels.
+        """
+        entry = self.op._candidates(_default_platform()).get(self.backend)
+        if entry is None or jax.default_backend() != "cpu":  # a program for a GPU may also run on the CPU
+            return
         key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
-        # Without a kernel, or where the platform may be another one, the lowering raises.
-        if entry and key not in self.op._checked and jax.default_backend() == "cpu":
-            op_params = self.allowed(ins)
+        if key not in self.op._checked_calls:
+            op_params = self.with_allowed_dtypes(ins)
             if not op_params.is_empty:
-                op_params.traced(entry, ins)
-            self.op._checked.keep(key, True)
+                op_params.trace_kernel(entry, ins)
+            self.op._checked_calls.keep(key, True)
 
     def bind(self, *ins: Any) -> list:
+        """Return the results of the primitive."""
         return self.op.primitive.bind(*ins, _op_params=self)
 
     def bind_batch(self, args: Sequence, axes: Sequence[int | None]) -> list:
-        """Bind with one more vmap; the batched axes of the results are in front."""
-        in_axes, batch = _with_axes_in_front(args, axes)
+        """Record one more vmap, which becomes the outermost.  Its axis is the first one of each result."""
+        in_axes, batch = _move_axes_to_front(args, axes)
         size = batch[in_axes.index(0)].shape[0]
-        outer = dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
-        return outer.bind(*batch)
+        batched = dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
+        return batched.bind(*batch)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no result has elements, which not every backend takes."""
+        """Whether no result has elements.  Not every backend accepts such calls, so no kernel runs."""
         return bool(self.outs) and all(0 in out.shape for out in self.batched_outs)
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
-        """The results of a kernel."""
+        """Return the results of a kernel, in a trace."""
         if self.is_empty:
             return list(map(_zeros, self.batched_outs))
-        closed = self.traced(entry, ins)  # as a whole first: a failure must leave nothing behind
+        closed = self.trace_kernel(entry, ins)  # in a trace of its own, so that an error leaves nothing in this one
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
 
-    def traced(self, entry: KernelEntry, ins: Sequence) -> Any:
-        """The jaxpr of a kernel: for a batch by the batching rules of what it calls, or else slice by slice."""
+    def trace_kernel(self, entry: KernelEntry, ins: Sequence) -> Any:
+        """Return the jaxpr of a kernel under the recorded vmaps.
+
+        If the kernel calls a primitive without a batching rule, the slices run one after another.
+        """
         run_slice: Any = functools.partial(_run_slice, self, entry)
         vmaps = self.vmaps
         if self.batching_rule:
@@ -5817,64 +6214,89 @@ class _OpParams:
         try:
             closed = jax.make_jaxpr(functools.reduce(jax.vmap, reversed(vmaps), run_slice))(*ins)
         except NotImplementedError as error:
-            if not str(error).startswith("Batching rule for"):  # JAX's words where a primitive has none (0.9 to 0.12)
+            if not str(error).startswith("Batching rule for"):  # jax 0.9 to 0.12
                 raise
-            closed = jax.make_jaxpr(functools.reduce(_sequential, reversed(vmaps), run_slice))(*ins)
+            closed = jax.make_jaxpr(functools.reduce(_map_slices, reversed(vmaps), run_slice))(*ins)
         _check_closed(self.op.title, closed)
         return closed
 
 
 def _check_closed(title: str, closed: Any) -> None:
-    """Raise if a kernel's jaxpr needs traced values of the program, or axes of `vmap`: at lowering they are gone."""
-    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(f"{title}: a kernel, or a batching rule, closes over a traced value: pass it as an operand")
+    """Raise if a kernel needs traced values or axes of the calling program, which do not exist at lowering."""
+    for x in closed.consts:
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"{title}: a kernel or a batching rule must not use traced values of its closure. Got {x!r:.80}. "
+                "Pass the value as an operand: op(x, value, outs=...)."
+            )
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     for effect in closed.effects:
-        # JAX has no tokens for ordered effects when an op is lowered.  That of a collective has the `name` of an axis.
+        # When an op is lowered, JAX has no tokens for ordered effects.  The effect of a collective names its axis.
         if "Ordered" in type(effect).__name__ or getattr(effect, "name", None) not in (None, *manual_axes):
             raise NotImplementedError(
-                f"{title} has no ordered effects, and no axes of a vmap, here {effect}: call its kernel itself"
+                f"{title}: a kernel must not have ordered effects, nor use axes of a vmap. It has {effect}. "
+                "Call the function itself instead of the op."
             )
 
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
-    specs = [iter(aval.sharding.spec) for aval in avals]
-    candidates = []
-    for in_axes in op_params.vmaps:  # each is the next dimension of the operands that it batches
-        candidates.append([next(spec) for spec, axis in zip(specs, in_axes) if axis == 0])
-    axes = _batch_axes(candidates)
-    return [_out_aval(out.shape, out.dtype, avals, axes) for out in op_params.batched_outs]
+    """Return the abstract values of the results.  Their batch dimensions are sharded like those of the operands."""
+    remaining_specs = [iter(aval.sharding.spec) for aval in avals]
+    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
+    for in_axes in op_params.vmaps:
+        operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
+    batch_axes = _batch_axes(operand_axes)
+    return [_out_aval(out.shape, out.dtype, avals, batch_axes) for out in op_params.batched_outs]
 
 
 def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
-    platforms = _platforms(ctx)
-    entry = op_params.op._entry(_platform_name(platforms[0]), op_params.backend)
+    """Lower the kernel of the backend for the platform that JAX compiles for."""
+    op = op_params.op
+    platform = _platform_name(_platforms(ctx)[0])
+    entry = op._select_entry(platform, op_params.backend)
+    op._lowered[platform, op_params.backend] = entry
     return _lower(functools.partial(op_params.run, entry), ctx, ins)
 
 
 # -- 11.5 Batching: recorded vmaps ---------------------------------------------------------------------
-# Generators, `outs` and rules of the user are for one slice, and how a batch is best run only the backend knows, when
-# the op is lowered.  So a `vmap` of an op is recorded: it binds the primitive once more, with its axis in front of the
-# batched operands.  `_OpParams.vmaps` has the `in_axes` of each, the outermost first.  By these `jax.vmap` then batches
-# what runs a slice, or is a rule (11.6).
+# Generators, `outs` and the user's rules are for one slice.  The backend, which knows how to run a batch, is chosen at
+# lowering.  So a `vmap` of an op is only recorded, and applied to the kernel when the op is lowered.  For example,
+# with x: float32[8,3] and w: float32[3]:
 #
-# An op's own batching rule runs at once, as any of JAX's, so it may be differentiated and close over traced values.
-# But that of an op with derivative rules runs at lowering: what it runs may have no derivatives, or others than the
-# op (surrogate gradients).  It does the innermost of the recorded vmaps, but not of those that the rule itself binds
-# by `general_batching_rule`, or lowering would never end.
+#     jax.vmap(lambda x, w: op(x, w, outs=x), (0, None))(x, w)
+#
+#     before vmap     bind(x, w)  on slices of x     vmaps = ()              batch = ()
+#     after vmap      bind(x, w)  on all of x        vmaps = ((0, None),)    batch = (8,)
+#     at lowering     jax.vmap(run_slice, (0, None))(x, w)
+#
+# If JAX asks for a derivative between the last two steps, the user's rule is vmapped in the same way (11.6).
+#
+# If the op has its own batching rule and no other rules, the rule runs at once, like any batching rule of JAX.  JAX can
+# differentiate it, and it can use traced values.  If the op has a JVP or transpose rule, its batching rule runs at
+# lowering.  Otherwise JAX would differentiate the operations of the batching rule, which may have other derivatives
+# than the op (surrogate gradients) or none.  In this case the rule serves the innermost of the recorded vmaps.  It does
+# not serve vmaps that it records itself with `general_batching_rule`, because then lowering would never end.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
-    """Batch an op or primitive without a rule of its own; what :class:`XLACustomKernel` uses by default.
+    """Batch an op, or a primitive that has no batching rule.
+
+        general_batching_rule(prim, args, axes, **params) -> (outputs, output_axes)
+
+    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel. For any other
+    primitive or function, `jax.lax.map` runs the batch elements one after another.
 
     Args:
-      prim: an :class:`XLACustomKernel` or its `primitive`, which is bound once, with the batch recorded, and leaves the
-        work to its backend's own `vmap`; or any primitive or function of arrays, for a `jax.lax.map` over the slices.
-      args, params: its operands, and its parameters by keyword: for an op `outs`, those of one slice, too.
-      axes: the batched axis of each operand, or None; one of them at least is batched.
+      prim: an :class:`XLACustomKernel`, its `primitive`, another primitive, or a function of arrays.
+      args: a sequence of operands.
+      axes: the batch axis of each operand, or None for an unbatched operand. At least one is not None.
+      params: the parameters of the primitive. An op needs `outs`, as specs of one batch element.
 
     Returns:
-      The outputs and, in the same structure, their batched axes, which are 0.
+      The outputs, and the batch axis of each output, which is 0, in the same structure.
+
+    Raises:
+      TypeError: if `prim` is an op and `outs` is missing or is a function.
 
     Example:
       >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
@@ -5884,74 +6306,97 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     primitive = getattr(prim, "primitive", prim)
     if isinstance(primitive, _OpPrimitive):
         if "outs" not in params or callable(params["outs"]):
-            raise TypeError(f"general_batching_rule: outs of {primitive.op.title} is missing: give one slice's specs")
+            raise TypeError(
+                f"general_batching_rule needs outs of {primitive.op.title}, as specs of one batch element. Got "
+                f"{params.get('outs')!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
+            )
         op_params = primitive.op_params(**params)
-        out = op_params.tree.unflatten(op_params.bind_batch(args, axes))
+        outputs = op_params.tree.unflatten(op_params.bind_batch(args, axes))
     else:
         function = functools.partial(getattr(prim, "bind", prim), **params)
-        in_axes, batch = _with_axes_in_front(args, axes)
-        out = _sequential(function, in_axes)(*batch)
-    return out, jax.tree.map(lambda _: 0, out)
+        in_axes, batch = _move_axes_to_front(args, axes)
+        outputs = _map_slices(function, in_axes)(*batch)
+    return outputs, jax.tree.map(lambda _: 0, outputs)
 
 
 def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
-    rule = op_params.op._rules.get("batching")
-    if rule and not op_params.vmaps:  # it is for the op on one slice, not on the batch of a recorded vmap
-        op_params = dataclasses.replace(op_params, batching_rule=rule)
-        if op_params.op._rules.keys().isdisjoint({"jvp", "transpose"}):
-            in_axes, batch = _with_axes_in_front(args, axes)
-            results = _run_batching_rule(op_params, in_axes, *batch)
-            return results, [0] * len(results)
-    results = op_params.bind_batch(args, axes)
+    """Record a vmap, or run the user's batching rule."""
+    rules = op_params.op._rules
+    rule = rules.get("batching")
+    if rule is None or op_params.vmaps:  # the rule serves only the innermost vmap
+        results = op_params.bind_batch(args, axes)
+    elif "jvp" in rules or "transpose" in rules:
+        results = dataclasses.replace(op_params, batching_rule=rule).bind_batch(args, axes)
+    else:
+        in_axes, batch = _move_axes_to_front(args, axes)
+        results = _run_batching_rule(dataclasses.replace(op_params, batching_rule=rule), in_axes, *batch)
     return results, [0] * len(results)
 
 
 def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
-    """The results of the user's rule for one vmap, whose axis is in front."""
-    what = f"the batching rule of {op_params.op.name!r}"
+    """Return the results of the user's batching rule, with the batch axis in front."""
+    what = f"The batching rule of {op_params.op.name!r}"
     results, axes = op_params.batching_rule(batch, in_axes, **op_params.rule_params)
     if not isinstance(results, (list, tuple)):
         results, axes = [results], [axes]
+    if len(results) != len(axes):
+        raise ValueError(
+            f"{what} must return an axis for each output. It returned {len(results)} outputs and {len(axes)} axes. "
+            "Return (outputs, [0] * len(outputs)) if the batch axes are in front."
+        )
     size = batch[in_axes.index(0)].shape[0]
-    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes, strict=True)]
+    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
     expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
-    return _as_declared(what, in_front, "outs, with the batch in front, are", expected)
+    return _check_results(what, in_front, "outs declares, with the batch axis in front,", expected)
 
 
-def _with_axes_in_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
-    """The `in_axes` of a batch, and the batch."""
+def _move_axes_to_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
+    """Return the `in_axes` of a vmap, 0 or None for each operand, and the operands with the batch axis in front."""
     in_axes = tuple([None if axis is None else 0 for axis in axes])
     return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
 
 
-def _sequential(function: Callable, in_axes: tuple) -> Callable:
-    """`jax.vmap(function, in_axes)`, but one slice at a time."""
+def _map_slices(function: Callable, in_axes: tuple) -> Callable:
+    """Return a function like `jax.vmap(function, in_axes)` that runs one slice after another."""
 
     def mapped(*ins: Any) -> Any:
-        def of_slice(slices: list) -> Any:
+        def run_slice(slices: list) -> Any:
             remaining = iter(slices)
             return function(*[x if axis is None else next(remaining) for x, axis in zip(ins, in_axes)])
 
-        return jax.lax.map(of_slice, [x for x, axis in zip(ins, in_axes) if axis is not None])
+        return jax.lax.map(run_slice, [x for x, axis in zip(ins, in_axes) if axis is not None])
 
     return mapped
 
 
-# -- 11.6 Derivatives ----------------------------------------------------------------------------------
-# A user's rule is vmapped by the recorded vmaps: tangents are batched as their primals, cotangents by all, as outputs.
-# JAX gives rules `ad.Zero` and `ad.UndefinedPrimal`, which `jax.vmap` cannot batch: `_symbolic_slice` gives them the
-# shape of a slice.  A rule may return a zero as None, `ad.Zero` or an undefined primal: `_from_rule` makes it None.
+# -- 11.6 Derivatives: rules for one slice -------------------------------------------------------------
+# The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
+# are applied to the rule.  For x: float32[8,3] and w: float32[3] with vmaps = ((0, None),), as in 11.5:
+#
+#                  seen by the JVP rule           seen by the transpose rule     the rule's vmap has
+#     x            x [3], tangent [3]             x [3]                          axis 0
+#     w            w [3], tangent [3]             w [3]                          axis None
+#     out          returns out [3], tangent [3]   cotangent [3]                  axis 0
+#
+# A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
+# them up.  JAX also passes `ad.Zero` and `ad.UndefinedPrimal`.  They are pytrees without leaves, so `jax.vmap` does not
+# change their shapes.  `_symbolic_slice` does.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
-    """Define the derivative of an op or primitive by one rule per operand.
+    """Define the JVP rule of an op or a primitive as one function for each operand.
+
+        rule(tangent, *primals, **params) -> output tangents
 
     Args:
-      primitive: an :class:`XLACustomKernel`, or a JAX primitive with one or several results.
-      jvp_rules: one per operand: `rule(tangent, *primals, **params)` returns the tangents of the outputs that this
-        operand's tangent causes, in a list or tuple (one array if there is one output; None for zero), and is only
-        called for an operand that is differentiated. None in place of a rule: the operand contributes nothing.
-        `params` is as in :meth:`XLACustomKernel.def_jvp_rule`.
+      primitive: an :class:`XLACustomKernel`, its `primitive`, or another JAX primitive.
+      jvp_rules: a function or None for each operand. It returns the contribution of the operand's tangent to the
+        tangents of the outputs: a list or tuple, or one array if there is one output, with None for zero. It is called
+        only if the operand is differentiated. None: the operand contributes nothing. `params` is described in
+        :meth:`XLACustomKernel.def_jvp_rule`.
+
+    Raises:
+      TypeError: if `primitive` is neither an op nor a primitive.
 
     Example:
       >>> op = XLACustomKernel("multiply")
@@ -5964,149 +6409,179 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
     if isinstance(op, XLACustomKernel):
         op.def_jvp_rule2(*jvp_rules)
     elif isinstance(op, Primitive):
-        ad.primitive_jvps[op] = functools.partial(_jvp_of_primitive, op, jvp_rules)
+        ad.primitive_jvps[op] = functools.partial(_primitive_jvp, op, jvp_rules)
     else:
-        raise TypeError(f"defjvp: expected an XLACustomKernel or a jax Primitive, got {op!r}")
+        raise TypeError(
+            f"defjvp takes an XLACustomKernel or a jax Primitive. Got {op!r}. For a function, use jax.custom_jvp."
+        )
 
 
-def _jvp_of_primitive(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
-    """The jvp rule of a primitive that is no op."""
+def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
+    """Apply the rules of `defjvp` to a primitive that is not an op."""
     results = primitive.bind(*primals, **params)
     outputs = results if primitive.multiple_results else [results]
-    tangents_out = _jvp_by_operand(primitive.name, rules, primals, tangents, outputs, params)
+    tangents_out = _add_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
     return results, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
-def _jvp_by_operand(
+def _add_jvp_terms(
     name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
 ) -> list:
-    """The tangents of the outputs: what each operand's rule gives, added up."""
+    """Return the tangents of the outputs: the sums of what the rules of `defjvp` return for the operands."""
     if len(rules) != len(primals):
-        raise ValueError(f"{name!r} has {len(rules)} jvp rules for {len(primals)} operands; give each one")
+        raise ValueError(
+            f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
+            f"Pass {len(primals)} rules to def_jvp_rule2 or defjvp."
+        )
     avals = list(map(jax.typeof, outputs))
     totals: list = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        returned = rule(tangent, *primals, **params)
-        what = f"the jvp rule of {name!r} for operand {i}"
-        for j, term in enumerate(_from_rule(what, returned, "the outputs are", avals)):
+        what = f"The JVP rule of {name!r} for operand {i}"
+        terms = _check_rule_results(what, rule(tangent, *primals, **params), "the outputs are", avals)
+        for j, term in enumerate(terms):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
     return totals
 
 
 def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
-    """The op's jvp rule, which is for one slice, under the recorded vmaps."""
-    rule = _derivative_rule(op_params.op, "jvp")
-    what = f"the jvp rule of {op_params.op.name!r}"
+    """Apply the op's JVP rule under the recorded vmaps."""
+    rule = _require_rule(op_params.op, "jvp")
+    what = f"The JVP rule of {op_params.op.name!r}"
     one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), batching_rule=None)
 
-    def of_slice(primals: tuple, tangents: tuple) -> tuple:
-        if isinstance(rule, list):  # of `defjvp`
+    def jvp_of_slice(primals: tuple, tangents: tuple) -> tuple:
+        if isinstance(rule, list):  # from `def_jvp_rule2`
             outputs = one_slice.bind(*primals)
-            tangents_out = _jvp_by_operand(op_params.op.name, rule, primals, tangents, outputs, op_params.rule_params)
+            tangents_out = _add_jvp_terms(op_params.op.name, rule, primals, tangents, outputs, op_params.rule_params)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
-            outputs = _as_declared(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
-        return outputs, _from_rule(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
+            outputs = _check_results(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
+        return outputs, _check_rule_results(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
-    vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]
-    outputs, tangents_out = _vmap_rule(of_slice, vmaps, primals, tangents)
+    vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]  # a tangent is batched like its primal
+    outputs, tangents_out = _vmap_rule(jvp_of_slice, vmaps, primals, tangents)
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
 
 def _zero_tangent(x: Any) -> Any:
+    """Return a symbolic zero tangent of an array."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
-    """The op's transpose rule, which is for one slice, under the recorded vmaps."""
-    rule = _derivative_rule(op_params.op, "transpose")
+    """Apply the op's transpose rule under the recorded vmaps."""
+    rule = _require_rule(op_params.op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
-    what = f"the transpose rule of {op_params.op.name!r}"
+    what = f"The transpose rule of {op_params.op.name!r}"
 
-    def of_slice(cts: tuple, operands: tuple) -> list:
+    def transpose_of_slice(cts: tuple, operands: tuple) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        return _from_rule(what, rule(list(cts), *operands, **op_params.rule_params), "the operands are", avals)
+        returned = rule(list(cts), *operands, **op_params.rule_params)
+        return _check_rule_results(what, returned, "the operands are", avals)
 
-    vmaps = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]
-    results = _vmap_rule(of_slice, vmaps, cts, operands)
-    for i, ct in enumerate(results):
+    vmaps = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]  # each output is batched by every vmap
+    cts_out = _vmap_rule(transpose_of_slice, vmaps, cts, operands)
+    for i, ct in enumerate(cts_out):
         if ct is not None:
-            shared = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
-            results[i] = jax.lax.reduce_sum(ct, shared)  # over the slices that share the operand
-    return results
+            unbatched = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
+            cts_out[i] = jax.lax.reduce_sum(ct, unbatched)
+    return cts_out
 
 
-def _vmap_rule(of_slice: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
-    """A user's rule of groups of values, such as (primals, tangents), under vmaps: `in_axes` for each of the groups."""
+def _vmap_rule(rule: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
+    """Call a rule for one slice under vmaps.
+
+    Args:
+      rule: a function with a parameter for each group.
+      vmaps: for each vmap, the outermost first, the `in_axes` of each group.
+      groups: sequences of values, such as the primals and the tangents.
+    """
     slices = list(map(tuple, groups))
     for in_axes in vmaps:
         slices = [tuple(map(_symbolic_slice, values, axes)) for values, axes in zip(slices, in_axes)]
-    return functools.reduce(jax.vmap, reversed(vmaps), of_slice)(*slices)
+    return functools.reduce(jax.vmap, reversed(vmaps), rule)(*slices)
 
 
 def _symbolic_slice(x: Any, axis: int | None) -> Any:
-    """A symbolic value with the shape of a slice of its first dimension; anything else as it is."""
+    """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
     if axis is None or type(x) not in _SYMBOLIC:
         return x
     return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
 def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
-    """Bind the op with its vjp rule."""
+    """Bind the primitive with the op's VJP rule."""
     avals = list(map(jax.typeof, ins))
     params = op_params.rule_params
-    what = f"the vjp rule of {op_params.op.name!r}"
+    what = f"The VJP rule of {op_params.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
         returned = fwd(*ins, **params)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise TypeError(f"{what}: fwd must return (results, residuals); got {returned!r:.80}")
-        return _outputs(what, returned[0], op_params.outs, op_params.tree), returned[1]
+            raise TypeError(
+                f"{what}: fwd must return a pair. Got {returned!r:.80}. Write return results, residuals (None if bwd "
+                "needs no residuals)."
+            )
+        return _check_outputs(what, returned[0], op_params.outs, op_params.tree), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, op_params.tree.unflatten(cotangents), **params)
-        return tuple(_from_rule(what, returned, "the operands are", avals))
+        return tuple(_check_rule_results(what, returned, "the operands are", avals))
 
     return _with_vjp(op_params.bind, forward, backward)(*ins)
 
 
-def _from_rule(what: str, returned: Any, declares: str, avals: Sequence) -> list:
-    """What a rule returned, as arrays of these types: None for zeros, and where a type is None or has no derivative."""
+def _check_rule_results(what: str, returned: Any, declares: str, avals: Sequence) -> list:
+    """Return the tangents or cotangents of a rule as arrays of these types, and None for zeros.
+
+    A rule may return a zero as None, `ad.Zero` or an undefined primal. A result is also None if its `aval` is None, or
+    if its dtype has no derivative.
+    """
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _as_declared(what, terms, declares, expected)
+    arrays = _check_results(what, terms, declares, expected)
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
 
 
-def _derivative_rule(op: XLACustomKernel, kind: str) -> Any:
+def _require_rule(op: XLACustomKernel, kind: str) -> Any:
+    """Return the op's JVP or transpose rule, or raise if there is none."""
     rule = op._rules.get(kind)
-    if rule is None:
+    if rule is not None:
+        return rule
+    if kind == "jvp":
         raise NotImplementedError(
-            f"{op.title} has no {kind} rule, which a derivative needs: use def_{kind}_rule, def_jvp_rule2 (where one "
-            "calls the op on tangents, in jax.numpy) or def_vjp_rule, or keep the op out with jax.lax.stop_gradient"
+            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
+            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
         )
-    return rule
+    raise NotImplementedError(
+        f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
+        "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
+    )
 
 
 # ======================================================================================================
-# 12. Backends: one row each; and the self-check, python -m xla_kernels.
-# What each backend needs, and how it takes a ready kernel.
+# 12. Backends: what each needs, and how it wraps decorated kernels; and the self-check, python -m xla_kernels.
 
 
 class _Backend(NamedTuple):
-    platforms: dict[str, str]  # where it runs -> how to get it there
-    ready: tuple[str, ...]  # packages and classes of compiled kernels: as names, so that nothing is imported for them
-    wrap: Callable  # (ready kernel, outs, **options) -> function of arrays
-    check: Callable[[], Any]  # makes the function that the self-check calls: 2 * x + y
+    """A backend with kernels of its own."""
+
+    platforms: dict[str, str]  # {platform: how to install the backend for it}
+    kernel_classes: tuple[str, ...]  # "package.Class" of decorated kernels: names, so that nothing is imported
+    decorator: str  # for error messages
+    wrap: Callable  # (decorated kernel, outs, **options) -> wrapper
+    make_check: Callable[[], Any]  # returns a wrapper that computes 2 * x + y, for the self-check
 
 
-def _check_numba() -> Callable:
+def _make_numba_check() -> Callable:
+    """Return a wrapper of Numba for the self-check."""
+
     def kernel(x: Any, y: Any, out: Any) -> None:
         for i in range(x.size):
             out[i] = 2 * x[i] + y[i]
@@ -6114,7 +6589,8 @@ def _check_numba() -> Callable:
     return numba_kernel(kernel, outs=lambda x, y: x)
 
 
-def _check_numba_cuda() -> Callable:
+def _make_numba_cuda_check() -> Callable:
+    """Return a wrapper of Numba CUDA for the self-check."""
     package = "numba_cuda_mlir" if importlib.util.find_spec("numba_cuda_mlir") else "numba"
     cuda = _import(f"{package}.cuda", "the check of numba_cuda", _CUDA_INSTALL)
 
@@ -6127,7 +6603,8 @@ def _check_numba_cuda() -> Callable:
     return numba_cuda_kernel(kernel, outs=lambda x, y: x, launch_dims=lambda x, y: x.shape)
 
 
-def _check_warp() -> Callable:
+def _make_warp_check() -> Callable:
+    """Return a wrapper of Warp for the self-check."""
     wp = _import("warp", "the check of warp", _WARP_INSTALL)
 
     def kernel(x, y, out):  # type: ignore[no-untyped-def]
@@ -6141,30 +6618,37 @@ def _check_warp() -> Callable:
 _BACKENDS = {
     "numba": _Backend(
         platforms={"cpu": _NUMBA_INSTALL},
-        ready=("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"),
+        kernel_classes=("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"),
+        decorator="@numba.njit",
         wrap=numba_kernel,
-        check=_check_numba,
+        make_check=_make_numba_check,
     ),
     "warp": _Backend(
         platforms={"cpu": _WARP_INSTALL, "gpu": 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang numba'},
-        ready=("warp.Kernel",),
+        kernel_classes=("warp.Kernel",),
+        decorator="@wp.kernel",
         wrap=warp_kernel,
-        check=_check_warp,
+        make_check=_make_warp_check,
     ),
     "numba_cuda": _Backend(
         platforms={"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
-        ready=(
+        kernel_classes=(
             *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
             *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
         ),
+        decorator="@cuda.jit",
         wrap=numba_cuda_kernel,
-        check=_check_numba_cuda,
+        make_check=_make_numba_cuda_check,
     ),
 }
 
 
 def _self_check() -> int:
-    """Run `2 * x + y` through every backend; returns 1 if one that is installed is wrong."""
+    """Run `2 * x + y` on each backend, and print the results.
+
+    Returns:
+      The exit status: 1 if an installed backend fails, otherwise 0.
+    """
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
     print(f"platform {jax.default_backend()}, {jax.device_count()} device(s)\n")
     status = 0
@@ -6174,7 +6658,7 @@ def _self_check() -> int:
                 devices = _local_devices(platform)
                 if not devices:
                     raise ImportError(f"JAX finds no {platform}")
-                result = f"works, {_cost_per_call(backend.check(), devices[0]):.2f} µs per call under jit"
+                result = f"works, {_check_and_time(backend.make_check(), devices[0]):.2f} µs per call under jit"
             except ImportError as error:
                 result = f"not available: {error}\n{'':17}to get it: {install}"
             except Exception as error:
@@ -6184,15 +6668,15 @@ def _self_check() -> int:
     return status
 
 
-def _cost_per_call(call: Callable, device: Any) -> float:
-    """Compare a call with NumPy, then time it in a loop: microseconds, at best."""
+def _check_and_time(call: Callable, device: Any) -> float:
+    """Compare the results of a call with NumPy's, and return its time in a loop in microseconds (the best of six)."""
     x = np.arange(16, dtype=np.float32)
     y = x + 1
     operands = jax.device_put((x, y), device)
     np.testing.assert_array_equal(call(*operands), 2 * x + y)
     loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, 10_000, lambda i, z: call(y, z), x))
     timer = timeit.Timer(lambda: loop(*operands).block_until_ready())
-    return min(timer.repeat(6, 1)) / 10_000 * 1e6  # the first one compiles
+    return min(timer.repeat(6, 1)) / 10_000 * 1e6  # the first of the six includes the compilation
 
 
 if __name__ == "__main__":
