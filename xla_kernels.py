@@ -918,8 +918,6 @@ class export_checks:
 
 # ======================================================================================================
 # 4. Specs and inputs: checks of declared outputs and of arguments, while the user's call is on the stack.
-#
-# Specs in error messages look like float32[3,4].
 
 # -- 4.1 Specs: declared shapes and dtypes -------------------------------------------------------------
 
@@ -949,47 +947,47 @@ def _contains_dict(structure: Any) -> bool:
     return node and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
 
 
-def _check_has_layout(dtype: Any, what: str) -> None:
+def _check_has_layout(dtype: Any, subject: str) -> None:
     """Raise an error for a dtype of JAX that has no memory layout, such as the dtype of a random key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout. Pass jax.random.key_data(key).")
+        raise TypeError(f"{subject} has the dtype {dtype}, which has no memory layout. Pass jax.random.key_data(key).")
 
 
-def _normalize_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
+def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
     """Return the leaves of a pytree of declared specs as `ShapeDtypeStruct`s, and its structure.
 
     Args:
       specs: the user's pytree of objects with `.shape` and `.dtype`.
-      what: the name of the option, for error messages.
+      subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
       ins: the specs of the inputs.  With them, dtypes are truncated as JAX truncates them in this call.
     """
     if specs is None:
         raise TypeError(
-            f"{what} is missing. Declare the outputs, for example outs=lambda x: x. For a kernel without outputs, pass "
-            "outs=() and has_side_effect=True."
+            f"{subject} is missing. Declare the outputs, for example outs=lambda x: x. For a kernel without outputs, "
+            "pass outs=() and has_side_effect=True."
         )
     leaves, tree = _flatten_specs(specs)
     declared = []
     for i, leaf in enumerate(leaves):
-        name = f"{what}[{i}]" if len(leaves) > 1 else what
+        name = f"{subject}[{i}]" if len(leaves) > 1 else what
         declared.append(_normalize_spec(leaf, name, ins))
     return declared, tree
 
 
-def _normalize_spec(declared: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
+def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> Spec:
     """Return one declared spec as a `ShapeDtypeStruct`; see `_normalize_specs`."""
     if not _is_spec(declared):
         raise TypeError(
-            f"{what} must be a spec with .shape and .dtype; got {declared!r} of type {type(declared).__name__}. Write "
-            "jax.ShapeDtypeStruct(shape, dtype), or a function of the inputs' specs, such as outs=lambda x: x."
+            f"{subject} must be a spec with .shape and .dtype; got {declared!r} of type {type(declared).__name__}. "
+            "Write jax.ShapeDtypeStruct(shape, dtype), or a function of the inputs' specs, such as outs=lambda x: x."
         )
-    _check_has_layout(declared.dtype, what)
+    _check_has_layout(declared.dtype, subject)
     try:
         shape = jax.core.ShapedArray(declared.shape, np.float32).shape  # Python ints, or symbolic sizes
     except TypeError as error:
-        raise _shape_error(what, declared.shape) from error
+        raise _shape_error(subject, declared.shape) from error
     if any(isinstance(size, int) and size < 0 for size in shape):
-        raise ValueError(f"{what} has a negative size in its shape {shape}. Sizes are at least 0.")
+        raise ValueError(f"{subject} has a negative size in its shape {shape}. Sizes are at least 0.")
     dtype = np.dtype(declared.dtype)
     if ins is None:
         return Spec(shape, dtype)
@@ -997,16 +995,16 @@ def _normalize_spec(declared: Any, what: str, ins: Sequence[Spec] | None) -> Spe
     allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # truncates only if x64 is disabled
     if allowed != dtype:
         warnings.warn(
-            f"{what} declares {dtype}, which JAX truncates to {allowed}. Declare {allowed}, or set "
+            f"{subject} declares {dtype}, which JAX truncates to {allowed}. Declare {allowed}, or set "
             'jax.config.update("jax_enable_x64", True).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
     return Spec(shape, allowed)
 
 
-def _shape_error(what: str, shape: Any) -> TypeError:
+def _shape_error(subject: str, shape: Any) -> TypeError:
     """Return the error for a shape that is not a tuple of ints."""
-    rule = f"{what} must have a shape of ints"
+    rule = f"{subject} must have a shape of ints"
     for size in shape:
         if isinstance(size, jax.core.Tracer):
             return TypeError(
@@ -1080,7 +1078,9 @@ def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
     )
 
 
-def _check_call_signature(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
+def _check_call_signature(
+    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = ()
+) -> None:
     """Raise an error if a user's function does not take these arguments and keyword parameters."""
     try:
         signature.bind(*args, **dict.fromkeys(params))
@@ -1088,7 +1088,7 @@ def _check_call_signature(signature: inspect.Signature, what: str, args: Sequenc
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
         fix = "" if args else ", or pass the missing ones to op(...) by name"  # generators get only keyword parameters
         raise TypeError(
-            f"{what} takes {signature}, but this call passes ({shown}): {error}. Declare one parameter for each{fix}."
+            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare one parameter for each{fix}."
         ) from None
 
 
@@ -1170,9 +1170,8 @@ def _input_advice(x: Any, variable: str, error: Exception) -> str:
         return f"Convert it, jnp.array({variable}), or pass its elements one by one."
     if isinstance(x, Mapping):
         return f"Pass its values one by one, {variable}[key]."
-    dtype = getattr(x, "dtype", None)
-    if isinstance(dtype, np.dtype):
-        return _dtype_advice(dtype, variable)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return _dtype_advice(x.dtype, variable)
     if hasattr(x, "__dlpack__"):
         return f"DLPack cannot share it ({error}). Copy it, np.asarray({variable})."
     if hasattr(x, "__float__") and not isinstance(x, type):  # such as a Fraction
@@ -1280,9 +1279,9 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
     n_devices = _num_partitions(ctx)
     if call.has_side_effect and n_devices > 1:
         raise NotImplementedError(
-            f"A call with side effects runs on one device. {call.target.title} is partitioned over {n_devices} "
-            "devices, and XLA does not define on which of them it runs. Call it in a jax.shard_map over all axes of "
-            "the mesh."
+            "A call with side effects cannot be partitioned, because XLA does not define on which devices it runs. "
+            f"{call.target.title} has side effects, and the program is compiled for {n_devices} devices. Call it in a "
+            "jax.shard_map over all axes of the mesh."
         )
     if call.target.is_noop or 0 in call.batch:  # jax < 0.10: an empty launch in a command buffer is an error of XLA
         return _lower_initial_values(ctx, operands, call.aliases)
@@ -1351,9 +1350,9 @@ def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
     - All platforms: loop-invariant code motion fails for a custom call whose outputs are the whole state of a
       `while_loop`.  The pass takes the call for a tuple, and the operands of the call for the elements of the tuple.
     """
-    is_fused_on_gpu = "cuda" in _lowering_platforms(ctx)
+    may_be_fused = "cuda" in _lowering_platforms(ctx)
     may_be_loop_state = n_outs > 1
-    if is_fused_on_gpu or may_be_loop_state:
+    if may_be_fused or may_be_loop_state:
         return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
     return results
 
@@ -1368,9 +1367,9 @@ def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[i
 
 
 def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
-    """Lower a function that computes nothing, with types that have no shardings.
+    """Lower a function that only reshapes values or adds barriers, from types `ins` to types `outs`.
 
-    On meshes with explicit axes, the types of `ins` and `outs` contain shardings, which reshapes do not accept.
+    On meshes with explicit axes, types contain shardings.  The function is traced without them.
     """
     avals_in, avals_out = [[jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (ins, outs)]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
