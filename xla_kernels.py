@@ -969,7 +969,7 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     leaves, tree = _flatten_specs(specs)
     declared = []
     for i, leaf in enumerate(leaves):
-        name = f"{subject}[{i}]" if len(leaves) > 1 else what
+        name = f"{subject}[{i}]" if len(leaves) > 1 else subject
         declared.append(_normalize_spec(leaf, name, ins))
     return declared, tree
 
@@ -1088,7 +1088,7 @@ def _check_call_signature(
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
         fix = "" if args else ", or pass the missing ones to op(...) by name"  # generators get only keyword parameters
         raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare one parameter for each{fix}."
+            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}."
         ) from None
 
 
