@@ -1158,9 +1158,10 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
     except Exception as error:
         with contextlib.suppress(Exception):  # arrays of PyTorch and Warp with gaps, such as columns: XLA rejects gaps
             return jax.dlpack.from_dlpack(x.contiguous())
+        shown = str(x.dtype) if _is_spec(x) else repr(x)
         raise TypeError(
             f"{name} must be a number or an array of numbers (of JAX, NumPy or a library with DLPack); got "
-            f"{type(x).__name__} {getattr(x, 'dtype', x)!s:.80}. {_input_advice(x, variable, error)}"
+            f"{type(x).__name__} {shown:.80}. {_input_advice(x, variable, error)}"
         ) from error
 
 
@@ -1727,7 +1728,7 @@ class _Wrapper(_PickledByReference):
         The annotations describe the kernel, which returns None and has parameters for its outputs.  Runtime type
         checkers would apply them to the calls of the wrapper.
         """
-        functools.update_wrapper(self, _py_func(kernel), ("__module__", "__qualname__", "__doc__"), updated=())
+        functools.update_wrapper(self, _py_func(kernel), assigned=("__module__", "__qualname__", "__doc__"), updated=())
         self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
         self.__annotations__ = {}  # otherwise the annotations of this class
         self.__wrapped__ = kernel
@@ -1775,7 +1776,10 @@ class _Wrapper(_PickledByReference):
         for name in names:
             if name not in self.parameters:
                 shown = ", ".join(self.parameters)
-                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter: {shown}.")
+                raise ValueError(
+                    f"{self.title}: {option}={names} must contain names of array parameters, and {name!r} is not one. "
+                    f"Choose from ({shown})."
+                )
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
@@ -1868,9 +1872,11 @@ class _Wrapper(_PickledByReference):
             return key
         names = self.parameters[:n_in]
         if key not in names:
+            advice = "Name one of them."
+            if key in self.parameters:
+                advice = f"Pass the initial value of {key!r}: in-out arguments are inputs, kernel(in..., out...)."
             raise ValueError(
-                f"{self.title}: {key!r} is not an input of this call; the inputs are ({', '.join(names)}). In-out "
-                f"arguments stand before the other outputs, kernel(in..., out...). Pass the initial value of {key!r}."
+                f"{self.title}: {key!r} is not an input of this call; the inputs are ({', '.join(names)}). {advice}"
             )
         return names.index(key)
 
