@@ -1105,7 +1105,7 @@ ERRORS = {
         (TypeError, "got NoneType None. .*a variable of the kernel's closure", add_one, None),
         *[(TypeError, f'got ndarray {dtype}. .*x.astype("{cast}")', add_one, np.ones(4, dtype))
           for dtype, cast in [("float128", "float64"), ("complex256", "complex128")] if hasattr(np, dtype)],
-        (TypeError, "got Fraction 1/2. Convert it, float(x)", add_one, Fraction(1, 2)),
+        (TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)", add_one, Fraction(1, 2)),
         (TypeError, 'got ndarray datetime64[D]. .*x.view("int64")', add_one, np.array(["2020-02-29"], "M8[D]")),
         (TypeError, 'got ndarray timedelta64[s]. .*x.view("int64")', add_one, np.array([3], "m8[s]")),
         (TypeError, 'got ndarray object. .*x.astype("float32")', add_one, np.array([1.0, 2], object)),
