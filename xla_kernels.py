@@ -20,10 +20,10 @@ The contract:
 
 - A mistake either works as intended, or raises an error that names the fix.
 - Inputs never change.
-- New outputs start from zeros.
+- New outputs start from zeros, unless `zero_outputs=False`.
 - Correct programs run.
 
-Indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code that evades
+By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code that evades
 the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C and C++ code;
 containers that hide arrays; a wrong `__eq__`; globals that another thread assigns while a kernel is compiled.
 
