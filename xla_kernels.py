@@ -23,9 +23,9 @@ The contract:
 - New outputs start from zeros, unless `zero_outputs=False`.
 - Correct programs run.
 
-By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code that evades
-the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C and C++ code;
-containers that hide arrays; a wrong `__eq__`; globals that another thread assigns while a kernel is compiled.
+By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
+that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
+and C++ code; containers that hide arrays; a wrong `__eq__`; globals that another thread assigns during compilation.
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0.  The Numba and Warp backends need Numba 0.63, and Warp also needs
 Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
