@@ -34,6 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy as shallow_copy
 from copy import deepcopy
+from fractions import Fraction
 from functools import partial
 
 import jax
@@ -1081,49 +1082,93 @@ WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's 
     ],
     "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays": [runs("breakpoint()")],
 }
-SPECS_NO_VALUES = "a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives"
+SPECS_NO_VALUES = (
+    "Its arguments are specs with .shape and .dtype, and have no values. .*jax.eval_shape(f, x).*a fixed capacity"
+)
 # By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
 ERRORS = {
     "numba": [  # and what all wrappers share: first when a wrapper is made
         (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(itself)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(itself, 3)),
-        (TypeError, "is a method, whose `self` is no array.*outside of the class", wrap, lambda self, x: x),
-        (TypeError, "ufunc <ufunc 'sin'>; call it in a function, lambda x: np.sin(x), .*instead of target=\"parallel\"",
+        (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
+        (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x).*instead of target=\"parallel\"",
          wrap, np.sin),
-        (TypeError, "got builtin_function_or_method .*; call it in a function, lambda x: math.sin(x)", wrap, abs),
-        (TypeError, "got PjitFunction .*: give a Python function, with np. for jnp.", wrap, jnp.sin),
+        (TypeError, "got builtin_function_or_method .*. Call it in a function: lambda x: math.sin(x)", wrap, abs),
+        (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", wrap, jnp.sin),
         (TypeError, "outs[1].*'f4'", wrap, itself, [FLOATS, "f4"]),
-        (ValueError, "has no outputs, so JAX would never run it: say has_side_effect=True", wrap(outs=()), F32),
+        (ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True", wrap(outs=()), F32),
         (TypeError, "outs is missing", wrap, itself, None),
         (TypeError, ".shape and .dtype", wrap, itself, jnp.float32),
         (ValueError, "negative.*(-1,)", wrap, itself, spec(-1)),
-        (ValueError, "scalars=[3]: 3 must be the name of an array parameter", partial(wrap, scalars=3)),
+        (ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one", partial(wrap, scalars=3)),
         (ValueError, "scalars=['out'] are to be inputs without dimensions", wrap(scalars=["out"]), F32),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
-        (ValueError, "in_out_argnames=.*'t' must be the name of an array", partial(wrap, in_out_argnames=["t"])),
-        (ValueError, "in_out_argnames=['out', 'x'] must be in the kernel's order, .*: ['x', 'out']",
+        (ValueError, "in_out_argnames=.*'t' is not one. Choose from (x, out)", partial(wrap, in_out_argnames=["t"])),
+        (ValueError, "in the order of the kernel's parameters; got ['out', 'x']. Write in_out_argnames=['x', 'out']",
          partial(wrap, in_out_argnames=["out", "x"])),
         # inputs
-        (TypeError, "input 0.*list.*leaves", add_one, [1, 2]),
+        (TypeError, "'add_one': input 0 ('x') .*got list [1, 2]. Convert it, jnp.array(x)", add_one, [1, 2]),
+        (TypeError, "got dict .*Pass its values one by one, x[key]", add_one, {"a": F32}),
+        (TypeError, "got str 'fast'. .*a variable of the kernel's closure", add_one, "fast"),
+        (TypeError, "got function .*a variable of the kernel's closure", add_one, itself),
+        (TypeError, "got NoneType None. .*a variable of the kernel's closure", add_one, None),
+        *[(TypeError, f'got ndarray {dtype}. .*x.astype("{cast}")', add_one, np.ones(4, dtype))
+          for dtype, cast in [("float128", "float64"), ("complex256", "complex128")] if hasattr(np, dtype)],
+        (TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)", add_one, Fraction(1, 2)),
+        (TypeError, 'got ndarray datetime64[D]. .*x.view("int64")', add_one, np.array(["2020-02-29"], "M8[D]")),
+        (TypeError, 'got ndarray timedelta64[s]. .*x.view("int64")', add_one, np.array([3], "m8[s]")),
+        (TypeError, 'got ndarray object. .*x.astype("float32")', add_one, np.array([1.0, 2], object)),
+        (TypeError, "got ndarray [('a', '<f4')]. .*x['a']", add_one, np.zeros(3, [("a", "f4")])),
+        (TypeError, "is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval", add_one, FLOATS),
         (TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
         # outputs, and what starts from an input
         (TypeError, "output 1 is bfloat16[4], a dtype for which", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
-        (TypeError, f"'add_one': outs of (float32[4]): '>' not .*: {SPECS_NO_VALUES}.*or is a fixed capacity, with",
+        (TypeError, f"'add_one': outs of (float32[4]) raised TypeError: '>' not .*{SPECS_NO_VALUES}",
          wrap(outs=lambda x: x[x > 1]), F32),
-        (TypeError, f"has no attribute 'astype': {SPECS_NO_VALUES}", wrap(outs=lambda x: x.astype("f4")), F32),
-        (TypeError, f"scratch of (float32[4]): tuple index out of range: {SPECS_NO_VALUES}",
+        (TypeError, f"has no attribute 'astype'. {SPECS_NO_VALUES}", wrap(outs=lambda x: x.astype("f4")), F32),
+        (TypeError, "scratch of (float32[4]) raised IndexError: tuple index out of range",
          wrap(scratch=lambda x: spec(x.shape[1])), F32),
-        (TypeError, "outs: a function gets specs .*; a shape is flat, such as (2, *x.shape): ",
+        (TypeError, "launch_dims of (float32[4]) raised AttributeError: .*'sum'",
+         lambda: jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(cuda_add), itself, launch_dims=lambda x: x.sum()), F32)),
+        (TypeError, "outs .*a shape of ints. (2, (4,)) contains the shape (4,). Unpack it: (2, *x.shape)",
          wrap(outs=lambda x: spec(2, x.shape)), F32),
+        (TypeError, "outs .*a shape of ints; got (2.0,). .*x.size // 2", wrap(outs=lambda x: spec(x.size / 2)), F32),
+        (TypeError, "A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)",
+         wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype)), F32),
+        (TypeError, "known before the call. The size .*int32[].* is traced. .*jax.jit(f, static_argnames=...)",
+         jax.jit(lambda n, x: wrap(outs=lambda x: spec(n))(x)), 4, F32),
+        (TypeError, "must be a spec .*got 4 of type int. Write jax.ShapeDtypeStruct(shape, dtype)",
+         wrap(outs=lambda x: x.shape), F32),
+        (TypeError, "outs must take all inputs. The call has the inputs (x, n, alpha), but outs takes (x). Write "
+         "outs=lambda x, n, alpha: ...", wrap(head.__wrapped__, itself), F32, 2, 3.0),
+        (TypeError, "has the inputs (x), but outs takes (x, n, alpha). Pass 'n', 'alpha' to the call, or write outs=",
+         wrap(head.__wrapped__, lambda x, n, alpha: x), F32),
+        (TypeError, "has the inputs (x, out), but outs takes (x). If 'out' is an output, do not pass 'out'",
+         wrap(outs=itself), F32, F32),
+        (TypeError, "scratch takes (x, y). Pass 'y' to the call, or write scratch=lambda x: ...",
+         wrap(scratch=lambda x, y: x), F32),
         (TypeError, "a tuple, or a NamedTuple", wrap(outs={"out": FLOATS}), F32),
-        (ValueError, "output -1 cannot start from input 0: an input can start one output",
+        (ValueError, "input_output_aliases={0: -1}: there is no output -1. The outputs are 0: float32[4]",
          wrap(input_output_aliases={0: -1}), F32),
-        (ValueError, "an output can start from one input, of equal shape and dtype",
+        (ValueError, "there is no input 2. The inputs are 0: float32[4]", wrap(input_output_aliases={2: 0}), F32),
+        (ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]",
          wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
-        (ValueError, "an output can start from one input", wrap(input_output_aliases={0: 0, 1: 0}), F32, F32),
-        (ValueError, "'out' is not the name of an input.*before the other outputs", wrap(in_out_argnames=["out"]), F32),
-        (ValueError, "output 0 cannot start from input 'x': an input can start one output",
+        (ValueError, "an output can start from one input, and output 0 has one already",
+         wrap(input_output_aliases={0: 0, 1: 0}), F32, F32),
+        (ValueError, "'y' is not an input of this call; the inputs are (x)",
+         wrap(input_output_aliases={"y": 0}), F32),
+        (ValueError, "'out' is not an input of this call; the inputs are (x). .*Pass the initial value of 'out'",
+         wrap(in_out_argnames=["out"]), F32),
+        (ValueError, "input_output_aliases={0: 1}: an input can start one output, and input 0 starts output 0",
          wrap(outs=[FLOATS] * 2, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
+        (ValueError, "begin with the specs of the in-out arguments. 'x' is float32[4], but outs[0] is float32[3]. "
+         "Write outs=lambda x: (x, ...)", wrap(outs=[spec(3), FLOATS], in_out_argnames=["x"]), F32),
+        (ValueError, "'y' is float32[4], but outs[1] is missing. Write outs=lambda x, y: (x, y)",
+         wrap(lambda x, y: None, in_out_argnames=["x", "y"]), F32, F32),
+        (TypeError, "is its own output. 'state' .*a parameter 'state_out'. Drop 'state_out', and write to 'state'",
+         wrap(runs("state_out[:] = state", "state, state_out"), itself, in_out_argnames=["state"]), F32),
+        (ValueError, "'x' is in scalars and in in_out_argnames. Remove it from scalars, and write x[()]",
+         partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         # the arguments of the kernel
         (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included: it takes",
          wrap(outs=[FLOATS] * 2), F32),
@@ -1145,10 +1190,9 @@ ERRORS = {
         (TypeError, "jax_enable_x64", lambda: wrap(reads("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
         (TypeError, "array of JAX's, which must be an input", lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
         # transformations
-        (TypeError, "jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; "
-         "jax.lax.stop_gradient(x) for inputs that need none; a kernel that a rule calls needs a rule of its own where "
-         "that is differentiated again", jax.jvp, add_one, [F32], [F32]),
-        (NotImplementedError, "transposed, as grad of a jax.custom_jvp does where its rule calls this",
+        (TypeError, "no (further) derivative. Use jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or "
+         "the rules of an XLACustomKernel. Use jax.lax.stop_gradient(x) for inputs", jax.jvp, add_one, [F32], [F32]),
+        (NotImplementedError, "transposed. .* Use jax.custom_vjp, or the rules of an XLACustomKernel",
          lambda: jax.linear_transpose(add_one, F32)(F32)),
         (NotImplementedError, "GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback",
          lambda: lower_for_cuda(add_one, F32)),
@@ -1170,11 +1214,11 @@ ERRORS = {
         (TypeError, "threads_per_block must be an int", partial(trace_cuda, launch_dims=1, threads_per_block=(8, 8))),
         (ValueError, "shared_mem must be a number of bytes; got -1", partial(trace_cuda, launch_dims=1, shared_mem=-1)),
         (TypeError, "output 0 is bfloat16[3]", partial(trace_cuda, outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
-        (TypeError, "@cuda.jit of numba or numba_cuda_mlir.*for this one there is numba_kernel",
+        (TypeError, "@cuda.jit of numba or numba_cuda_mlir.*Use numba_kernel",
          partial(trace_cuda, numba.njit(itself), launch_dims=1)),
         (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
         (TypeError, "names neither a kernel nor the `cuda`", trace_callable, lambda x, y, out, stream: math.pi),
-        (TypeError, "(x, out, stream).*gives it (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
+        (TypeError, "(x, out, stream).*passes (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
         (TypeError, "'without_stream' launches `add[1, 64]` on another stream", trace_launch, "without_stream"),
         (TypeError, "'to_an_input' writes to its input 'y' by .*input_output_aliases={'y': 0}",
          trace_launch, "to_an_input"),
@@ -1193,9 +1237,9 @@ ERRORS = {
          trace_warp, "multiply", spec(*export.symbolic_shape("n")), spec(3)),
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "multiply", spec(2**31), spec(3)),
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "squares_of_rows", spec(2, 2**29)),
-        (TypeError, "say differentiable=True for reverse mode, or use jax.custom_vjp for grad, jax",
+        (TypeError, "Pass differentiable=True for reverse mode. Use jax.custom_vjp for grad, jax",
          lambda: jax.jvp(product(), PAIR, PAIR)),
-        (TypeError, "differentiable=True for reverse mode, if it changes nothing in place, or use jax.custom_vjp",
+        (TypeError, "differentiable=True for reverse mode, if the kernel changes nothing in place. Use jax.custom_vjp",
          lambda: jax.jvp(product(in_out_argnames=["out"]), (*PAIR, PAIR[0]), (*PAIR, PAIR[0]))),
         (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", trace_warp, "multiply", spec(3)),
         (TypeError, "'h' is 'Holder'; .* one parameter for each field", trace_warp, "takes_arrays_in_structs"),
@@ -1234,7 +1278,7 @@ ERRORS = {
         (TypeError, "no static parameters. Got alpha .*: lambda alpha: make_kernel(alpha)",
          partial(call_broken, alpha=2), "numba"),
         (TypeError, "the generator of backend 'needs n' takes (n)", call_broken, "needs n"),
-        (TypeError, "a callable of the inputs' specs that returns them; got <function",
+        (TypeError, "outs must be a spec with .shape and .dtype; got <function .*Write jax.ShapeDtypeStruct(shape",
          partial(EMPTY_OP, outs=lambda x: x.T), F32),
         (TypeError, "must be hashable. Parameter 'k' is .*static_argnames=\"k\"",
          partial(jax.jit(call_empty_op), k=2.0), F32),
@@ -1614,6 +1658,21 @@ def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, sign
     with_vjp = jax.custom_vjp(square)
     with_vjp.defvjp(lambda x: (square(x), x), lambda x, ct: (2 * x * ct,))
     np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
+
+
+def test_a_wrapper_does_not_have_the_annotations_of_its_kernel():
+    """Runtime type checkers would apply them to the results of a call: a kernel returns None, its wrapper an array."""
+
+    def kernel(x: np.ndarray, out: np.ndarray) -> None:
+        """Add one."""
+        out[:] = x + 1
+
+    add = wrap(kernel, itself)
+    assert typing.get_type_hints(add) == add.__annotations__ == {}
+    assert inspect.signature(add) == inspect.signature(itself)
+    assert (add.__doc__, add.__name__, add.__module__) == ("Add one.", "kernel", __name__)
+    assert typing.get_type_hints(functools.wraps(add)(lambda x: add(x))) == {}
+    assert typing.get_type_hints(add.__wrapped__)["return"] is type(None)
 
 
 def _swap(x, y):
@@ -4270,10 +4329,10 @@ def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
 
 
 @pytest.mark.parametrize("make, text", [
-    (lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref: pass its value, ref\[\.\.\.\]"),
-    (lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), "number or an array.*the fields of a structured array one by one"),
-    (lambda: F32.astype(">f4"), r"of another byte order.*newbyteorder\("),
-    (lambda: [1.0], r"must be a number or an array.*got list \[1.0\]: pass the leaves of a container.*__dlpack__"),
+    (lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref. Pass its value, x\[\.\.\.\]"),
+    (lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), r"number or an array.*one by one, x\['a'\]"),
+    (lambda: F32.astype(">f4"), r"got ndarray >f4.*newbyteorder\("),
+    (lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)"),
 ])  # fmt: skip
 @pytest.mark.parametrize("call", [add_one, call_op(op_adding(a=1))], ids=["wrapper", "op"])
 def test_what_is_no_input_is_refused(call, make, text):

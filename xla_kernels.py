@@ -1,53 +1,98 @@
 # Copyright 2026 the authors of xla_kernels.  SPDX-License-Identifier: Apache-2.0
-"""Call kernels written in Python (Numba, Numba CUDA, Warp) from JAX; on a CPU at the cost of C++.
+"""Call kernels written in Python (Numba, Numba CUDA, NVIDIA Warp) from JAX.
 
-One file to copy or to install.  The handler that XLA's foreign function interface calls is compiled to machine code:
-no Python runs during a call, except for errors and for kernels that must run in Python (`_CallbackEmitter`).
+A wrapper turns a kernel into a JAX function.  On CPUs a call costs as much as a call of a C++ handler.  This module is
+one file, to copy into a project or to install.
 
     import jax, jax.numpy as jnp
     from xla_kernels import numba_kernel
 
-    @numba_kernel(outs=lambda x, y: x)
+    @numba_kernel(outs=lambda x, y: x)           # the output has the shape and dtype of x
     def add(x, y, out):
         out[:] = x + y
 
-    add(jnp.arange(3.0), jnp.ones(3))            # works under jit, vmap, scan, shard_map, export
+    add(jnp.arange(3.0), jnp.ones(3))            # also under jit, vmap, scan, shard_map and export
 
-A mistake either works as it was meant, or is refused with what to do instead, as far as shapes, dtypes and the source
-show it: not an index out of bounds, nor an element of an output that the kernel never stores to.  What takes intent is
-the user's own responsibility, as in Numba, Warp and C++: own intrinsics, jitclasses and overloads that store to their
-arguments, raw addresses (C and C++ code, too), containers that hide an array, classes that lie in `__eq__`, and globals
-that another thread assigns while a kernel is compiled.
+The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callable`, `warp_kernel`, and
+`XLACustomKernel`, an operation with several backends and with derivatives.
 
-`python -m xla_kernels` shows which backends work on this machine.  Needs Python 3.12, jax 0.9 and NumPy 2.0; the
-Numba and Warp backends need Numba 0.63, that of Warp also Warp 1.14.
+The contract:
 
-A map of this file:
+- A mistake either works as intended, or raises an error that names the fix.
+- Inputs never change.
+- New outputs start from zeros, unless `zero_outputs=False`.
+- Correct programs run.
 
-    1  JAX               what differs between its versions, what it does not document, and what it lacks
-    2  C structs         those of XLA that a handler reads and writes: what a new jaxlib may change
-    3  Targets           captured values, which kernels share a target, registration, lifetimes
-    4  Specs and inputs  what comes in and goes out, checked where the user's call is on the stack
-    5  The primitive     one call of one target, split over a mesh by XLA; and `_Wrapper`, which all backends share
-    6  The handler       machine code that XLA calls: it runs a kernel for each slice of a batch
-    7  Numba on CPUs     the wrapper, and the code that runs one slice
-    8  Source analysis   the array accesses of Warp and Numba CUDA kernels
-    9  Numba CUDA        the wrappers, launch configurations, and the code that launches a kernel
-    10 Warp              the wrapper with a derivative, and the code that launches a kernel on CPUs and GPUs
-    11 XLACustomKernel   one operation, many backends, all of JAX's transformations
-    12 Backends          one row each, and the self-check
+By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
+that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
+and C++ code; containers that hide arrays; a wrong `__eq__`; globals that another thread assigns during compilation.
 
-A call: `_Wrapper.__call__` -> `jax.jit` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
-`_TargetRegistry.find_or_compile`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes
-what runs a slice), names and registers it -> `_CallParams.bind` -> `_call_lowering` -> XLA -> the code of `_Handler`
-and `_BatchScheduler`.
-An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_op_batching`, which records the vmap ->
-`_op_jvp`, `_op_transpose`, which vmap the user's rules -> `_op_lowering`, which knows the platform -> `_OpParams.run`
--> `_run_slice` -> the call of a wrapper, as above.
-The order of a kernel's arguments: above `_NumbaWrapper`; in `_WarpKernel._find_target`.
-An exception in a slice: `_NumbaEmitter`, `_store_error_message`, `_BatchScheduler.run_range` and `.worker_loop`.
-A new backend takes a section like 7 to 9, a row in `_BACKENDS`, and a `def_..._kernel`.
+The module needs Python 3.12, jax 0.9 and NumPy 2.0.  The Numba and Warp backends need Numba 0.63, and Warp also needs
+Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
 """
+
+# A map of this file.
+#
+#     1  JAX               differences between versions of JAX, and small helpers that JAX lacks
+#     2  C structs         the structs of XLA's C API that a handler reads and writes
+#     3  Targets           captured values, kernels that share a target, registration, lifetimes
+#     4  Specs and inputs  checks of declared outputs and of arguments, while the user's call is on the stack
+#     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
+#     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
+#     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
+#     8  Source analysis   the array accesses of Warp and Numba CUDA kernels
+#     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
+#     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
+#     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
+#     12 Backends          a table of the backends, and the self-check
+#
+# A section uses the sections above it.  The exceptions: section 5 uses `_Signature` (6); section 6 calls the functions
+# of section 9 that write code for GPUs; `_decorated_backend` (5) looks kernels up in `_BACKENDS` (12).  Sections 3 and
+# 5 hold objects of later classes: handlers, emitters and wrappers.
+#
+# A call of a wrapper, from the user to XLA:
+#
+#     `_Wrapper.__call__`                       the diagram at the class shows the steps up to the target
+#     `_NumbaKernel._find_target`               checks the call
+#       `_TargetRegistry.find_or_compile`       looks up the target, or compiles, names and registers it:
+#         `_compile_numba`                      Numba compiles the kernel
+#         `_Handler`, with a `_NumbaEmitter`    writes the handler
+#     `_CallParams.bind`                        binds the primitive
+#     `_call_lowering`                          lowers the primitive to a custom call, which XLA compiles and runs
+#     the handler, with a `_BatchScheduler`     runs the kernel, once per slice
+#
+# A call of an op, under `grad` of `vmap`:
+#
+#     `XLACustomKernel.__call__`, `_OpParams.trace`  bind the primitive of the op
+#     `_op_batching`                                 records the vmap
+#     `_op_jvp`, `_op_transpose`                     apply the user's rules under the recorded vmap
+#     `_op_lowering`                                 chooses the backend, because now the platform is known
+#     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
+#
+# The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernel._find_target`.  An exception in
+# a slice passes through `_NumbaEmitter`, `_store_error_message`, `_BatchScheduler.run_range` and `.worker_loop`.  A new
+# backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+#
+# Glossary.
+#
+#     spec               a `jax.ShapeDtypeStruct`: the shape and dtype of an array
+#     buffer             an input, output or scratch array of a call
+#     scratch buffer     a temporary array that a kernel gets after its outputs, and that is not returned
+#     in-out argument    an argument that a kernel updates in place: an input whose new value is an output
+#     alias              a pair (i, j): output j starts with the value of input i
+#     batch, slice       the arrays of a call under `vmap`; the part of them that one run of the kernel sees
+#     replicated         of an operand: passed whole to each device of a mesh, instead of partitioned
+#     wrapper            the object that `numba_kernel` and the other public functions return
+#     op                 an `XLACustomKernel`
+#     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
+#     helper             a jitted function that a kernel references
+#     captured values    the globals, closure variables and defaults that a kernel references
+#     target             a custom-call target: a name under which XLA finds a handler
+#     handler            the machine code that XLA calls for a target
+#     emitter            the object that writes a backend's part of a handler
+#     specialization     the signature, options and name for which a kernel is compiled
+#     launch attribute   the int64 array `launch` of a custom call: numbers that depend on shapes and options
+#     batch launch       one launch on a GPU for a whole batch, with slices along z, instead of one launch per slice
 
 from __future__ import annotations
 
@@ -103,43 +148,52 @@ __all__ = [
 ]
 
 # ======================================================================================================
-# 1. JAX: what differs between its versions, what it does not document, and what it lacks.
-# Checked on 0.9.0 to 0.12.0.1.  What JAX's interpreters ask of a primitive is in 5.1, 5.2 and 11.4 to 11.6.
-# A new JAX may change the context of lowering rules and what `mlir`, `ad` and `batching` export: errors would say so.
-# From inside JAX:
-# - `_apply_primitive`, a mark on a function that keeps `jax_debug_nans` from running it again (test_debug_nans)
-# - the effect of `jax.ffi.ffi_call`, read from a jaxpr (test_a_side_effect_keeps...)
-# - where a mesh and varying axes stand in a type, and `axis_context` (test_xla_splits_a_batch, the matrix's shard_map)
+# 1. JAX: differences between its versions, and small helpers that it lacks.
+#
+# Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these parts of JAX that are not documented.  After a
+# change of JAX, the named test fails.
+#
+#     `jax.interpreters.ad`, `.batching`, `.mlir`     to define a primitive (5.1, 11.4 to 11.6); most tests
+#     `ctx.module_context`, `ctx.platforms`           of lowering rules (`_lowering_platforms`, `_num_partitions`)
+#     `_apply_primitive` on a function                keeps `jax_debug_nans` from running it again; test_debug_nans
+#     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
+#     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_a_side_effect_keeps...
+#     `val` of the tracers of `vmap`                  the batched value (`_without_numpy`)
 
 Spec = jax.ShapeDtypeStruct
-_SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # what rules of derivatives may get in the place of an array
+_SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
+
+# Warnings skip the frames of these files, so they point to the user's line.  On CPython 3.12 and 3.13 a whole file name
+# is not accepted as a prefix, so the last letter of this file's name is left out.
+_INTERNAL_FILE_PREFIXES = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
 def _import(module: str, user: str, install: str) -> Any:
-    """Import an optional package, or say what needs it and how to install it."""
+    """Import an optional package.  If it is missing, raise an error with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{user} needs {package} ({error}); install it: {install}") from error
+        raise ImportError(f"{user} needs {package} ({error}). Install it: {install}") from error
 
 
 # -- platforms and devices -----------------------------------------------------------------------------
 
 
 def _platform_name(platform: str) -> str:
+    """Return "gpu" for both kinds of GPUs, and any other platform unchanged."""
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def _default_platform() -> str:
-    """The platform that a computation which is traced now will probably run on."""
+    """Return the platform that a computation which is traced now will probably run on."""
     device = jax.config.jax_default_device or jax.default_backend()
     return _platform_name(device if isinstance(device, str) else device.platform)
 
 
 def _local_devices(platform: str) -> list:
-    """The devices of this process, none where JAX has no such platform."""
+    """Return the devices of this process on a platform.  If JAX does not have the platform, return an empty list."""
     with contextlib.suppress(RuntimeError):
         return jax.local_devices(backend=platform)
     return []
@@ -150,62 +204,79 @@ def _local_devices(platform: str) -> list:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
+    """Return a jitted function that binds a primitive with these parameters."""
     bind: Any = functools.partial(primitive.bind, **params)
     bind.__name__ = bind.__qualname__ = primitive.name
-    bind._apply_primitive = True  # or jax_debug_nans runs it without jit, again and again
+    bind._apply_primitive = True  # otherwise jax_debug_nans runs it without jit, again and again
     return jax.jit(bind)
 
 
 def _apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Compile and run one primitive: what JAX asks for when a primitive is bound to arrays, outside of `jax.jit`."""
-    with jax.disable_jit(False):  # or this would bind it to arrays again
+    """Compile and run a primitive on arrays.  JAX calls this if a primitive is bound outside of `jax.jit`."""
+    with jax.disable_jit(False):  # otherwise the jitted function would bind the primitive to arrays again
         return _jitted_primitive(primitive, **params)(*args)
 
 
+def _lowering_platforms(ctx: Any) -> Sequence[str]:
+    """Return the platforms for which a lowering rule is called."""
+    return ctx.platforms or ctx.module_context.platforms
+
+
 def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
-    """Trace a function of the operands, which returns a sequence, and lower it."""
+    """Trace a function of the operands that returns a sequence, and lower it."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 @functools.cache
 def _side_effect() -> frozenset:
-    """The effect of `jax.ffi.ffi_call(has_side_effect=True)`, which JAX knows how to keep and to order."""
+    """Return the effect of `jax.ffi.ffi_call(has_side_effect=True)`, for which JAX has lowering and ordering rules."""
     call = jax.ffi.ffi_call("xla_kernels.effect", (), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
 
 
 def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Callable:
-    """A `jax.custom_vjp` that also takes inputs which vary over different axes, and batches of NumPy arrays."""
+    """Return a `jax.custom_vjp` that also takes batched NumPy arrays, and inputs that vary over different mesh axes."""
     with_vjp = jax.custom_vjp(function)
     with_vjp.defvjp(forward, backward)
     return lambda *args: with_vjp(*map(_without_numpy, _make_varying(args)))
 
 
 def _without_numpy(x: Any) -> Any:
-    """The same value; where `vmap` batches a NumPy array in `jit`, as one of JAX, which custom_vjp wants (to 0.12)."""
+    """Return the value.  If `vmap` batches a NumPy array under `jit`, return it as a JAX array.
+
+    `jax.custom_vjp` does not take tracers of NumPy arrays (jax <= 0.12).
+    """
     value = x
     while isinstance(value, jax.core.Tracer):
-        value = getattr(value, "val", None)  # what vmap batches
-    return jax.numpy.copy(x) if isinstance(value, np.ndarray) else x  # which XLA does not copy
+        value = getattr(value, "val", None)  # the batched value of a tracer of `vmap`
+    return jax.numpy.copy(x) if isinstance(value, np.ndarray) else x  # XLA removes this copy
 
 
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
-    """An operand with its batch, which gets this size if it has none, as the first dimension."""
-    if not isinstance(x, jax.Array):  # jax before 0.9.2 cannot transpose its own constants
+    """Return an operand with its batch dimension in front.  If it has none, broadcast it to `size`."""
+    if not isinstance(x, jax.Array):  # jax < 0.9.2 cannot transpose its own constants
         x = np.asarray(x)
     return batching.bdim_at_front(x, dim, size)
 
 
 def _zeros(like: Any) -> Any:
-    """`jnp.zeros_like`, but without truncation to 32 bits where x64 is disabled."""
+    """Return `jnp.zeros_like(like)`, but keep 64 bits even if x64 is disabled."""
     return ad.instantiate_zeros(ad.Zero(jax.core.ShapedArray(like.shape, like.dtype)))
+
+
+def _zero_tangent(x: Any) -> Any:
+    """Return the symbolic zero tangent of a value."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 # -- meshes, and the types of values on them -----------------------------------------------------------
 
 
 def _mesh_of(avals: Sequence) -> Any:
-    """The mesh that is part of a type (of an explicit mesh also where none is current), or the current one."""
+    """Return the mesh of the first type that has one, or the current mesh.
+
+    If the axes of a mesh are explicit, it is part of types even where it is not the current mesh.
+    """
     for aval in avals:
         if not aval.sharding.mesh.empty:
             return aval.sharding.mesh
@@ -213,18 +284,22 @@ def _mesh_of(avals: Sequence) -> Any:
 
 
 def _varying_axes(aval: Any) -> frozenset:
-    """The manual mesh axes over which a value varies inside `shard_map`."""
+    """Return the manual mesh axes over which a value varies inside `shard_map`."""
     if hasattr(aval, "manual_axis_type"):  # jax >= 0.11
         return aval.manual_axis_type.varying
     return aval.vma
 
 
 def _all_varying_axes(avals: Iterable) -> frozenset:
+    """Return the manual mesh axes over which at least one of the values varies."""
     return frozenset().union(*map(_varying_axes, avals))
 
 
 def _varying(axes: frozenset) -> dict[str, Any]:
-    """Arguments for an abstract value, or a spec, that varies over these axes (Pallas makes arrays of specs)."""
+    """Return the keyword arguments with which an abstract value or a spec varies over these axes.
+
+    Pallas creates arrays from specs, so specs need them, too.
+    """
     if not axes:
         return {}
     if hasattr(jax.sharding, "ManualAxisType"):  # jax >= 0.11
@@ -233,7 +308,7 @@ def _varying(axes: frozenset) -> dict[str, Any]:
 
 
 def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> Any:
-    """The abstract value of a result of `ins`, on their mesh: its first dimensions are split over `axes`."""
+    """Return the abstract value of a result of `ins`, on their mesh, with its first dimensions sharded over `axes`."""
     mesh = _mesh_of(ins)
     if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
@@ -241,20 +316,28 @@ def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> A
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(_all_varying_axes(ins)))
 
 
+def _batch_axes(candidates: Iterable[Iterable[Any]]) -> list:
+    """Return the mesh axes of each batch dimension: the first entry of the operands' shardings that is not None."""
+    return [next(filter(None, axes), None) for axes in candidates]
+
+
 def _make_varying(args: Sequence) -> list:
-    """Inputs cast to vary over the same axes: the cast's transpose sums the cotangents of a replicated input."""
+    """Cast inputs to vary over the same axes.  The transpose of the cast sums the cotangents of a replicated input."""
     axes = _all_varying_axes(map(jax.typeof, args))
     return [jax.lax.pcast(x, tuple(axes - _varying_axes(jax.typeof(x))), to="varying") for x in args]
 
 
 def _sharded_like(x: Any, aval: Any) -> Any:
-    """`x` with the sharding of `aval`, where that is part of the type: on meshes of explicit axes."""
+    """Return `x` with the sharding of `aval`.  Only meshes with explicit axes have shardings in types."""
     is_explicit = jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
     return jax.sharding.reshard(x, aval.sharding) if is_explicit else x
 
 
-def _devices_to_split_over(ctx: Any) -> int:
-    """Over how many devices XLA splits what is lowered: in `shard_map`, those of the axes that are not manual."""
+def _num_partitions(ctx: Any) -> int:
+    """Return the number of devices over which XLA partitions the program.
+
+    Inside `shard_map`, these are the devices along the axes that are not manual.
+    """
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
         return getattr(context, "num_devices", 1)
@@ -834,17 +917,18 @@ class export_checks:
 
 
 # ======================================================================================================
-# 4. Specs and inputs: what comes in and what goes out, checked where the user's call is on the stack.
-# A spec is the shape and dtype of an array.
-# From inside JAX: its fast path looks at no byte order.
+# 4. Specs and inputs: checks of declared outputs and of arguments, while the user's call is on the stack.
+
+# -- 4.1 Specs: declared shapes and dtypes -------------------------------------------------------------
 
 
 def _is_spec(x: Any) -> bool:
+    """Return whether an object has a shape and a dtype."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)  # the class np.float32 has both
 
 
 def _format_spec(spec: Any) -> str:
-    """A spec as people write it: float32[3,4]."""
+    """Return a spec in the notation of jaxprs, such as float32[3,4].  Return `str` of any other object."""
     if not _is_spec(spec):
         return str(spec)
     sizes = ",".join(map(str, spec.shape))
@@ -852,105 +936,218 @@ def _format_spec(spec: Any) -> str:
 
 
 def _flatten_specs(tree: Any) -> tuple[list, Any]:
-    """The specs of a pytree, in JAX's order, and its structure."""
+    """Return the specs of a pytree in JAX's order, and its structure."""
     leaves, structure = jax.tree.flatten(tree, lambda x: hasattr(x, "aval") or _is_spec(x))
-    return [getattr(x, "aval", x) for x in leaves], structure  # arrays and symbolic values have one
+    return [getattr(x, "aval", x) for x in leaves], structure  # arrays and symbolic values have an `aval`
 
 
 def _contains_dict(structure: Any) -> bool:
-    node = structure.node_data()  # None of a leaf
+    """Return whether a pytree structure contains a mapping."""
+    node = structure.node_data()  # (type, ...); None for a leaf
     return node and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
 
 
-def _check_dtype(dtype: Any, what: str) -> None:
+def _check_has_layout(dtype: Any, subject: str) -> None:
+    """Raise an error for a dtype of JAX that has no memory layout, such as the dtype of a random key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{what} has the dtype {dtype}, which has no memory layout: pass jax.random.key_data(key)")
+        raise TypeError(f"{subject} has the dtype {dtype}, which has no memory layout. Pass jax.random.key_data(key).")
 
 
-def _normalize_specs(specs: Any, what: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
-    """The leaves of a pytree of declared specs as ShapeDtypeStructs, and its structure.
+def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
+    """Return the leaves of a pytree of declared specs as `ShapeDtypeStruct`s, and its structure.
 
-    With `ins` they get the dtypes that JAX allows beside these inputs.
+    Args:
+      specs: the user's pytree of objects with `.shape` and `.dtype`.
+      subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
+      ins: the specs of the inputs.  With them, dtypes are truncated as JAX truncates them in this call.
     """
     if specs is None:
-        raise TypeError(f"{what} is missing: give specs, such as outs=lambda x: x; for none, () and has_side_effect")
+        raise TypeError(
+            f"{subject} is missing. Declare the outputs, for example outs=lambda x: x. For a kernel without outputs, "
+            "pass outs=() and has_side_effect=True."
+        )
     leaves, tree = _flatten_specs(specs)
     declared = []
     for i, leaf in enumerate(leaves):
-        name = f"{what}[{i}]" if len(leaves) > 1 else what
+        name = f"{subject}[{i}]" if len(leaves) > 1 else subject
         declared.append(_normalize_spec(leaf, name, ins))
     return declared, tree
 
 
-def _normalize_spec(x: Any, what: str, ins: Sequence[Spec] | None) -> Spec:
-    if not _is_spec(x):
+def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> Spec:
+    """Return one declared spec as a `ShapeDtypeStruct`; see `_normalize_specs`."""
+    if not _is_spec(declared):
         raise TypeError(
-            f"{what} must be specs with both .shape and .dtype, such as jax.ShapeDtypeStruct(shape, dtype), or a "
-            f"callable of the inputs' specs that returns them; got {x!r} of type {type(x).__name__}"
+            f"{subject} must be a spec with .shape and .dtype; got {declared!r} of type {type(declared).__name__}. "
+            "Write jax.ShapeDtypeStruct(shape, dtype), or a function of the inputs' specs, such as outs=lambda x: x."
         )
-    _check_dtype(x.dtype, what)
+    _check_has_layout(declared.dtype, subject)
     try:
-        shape = jax.core.ShapedArray(x.shape, np.float32).shape  # checked, of Python's ints and of symbolic sizes
+        shape = jax.core.ShapedArray(declared.shape, np.float32).shape  # Python ints, or symbolic sizes
     except TypeError as error:
-        raise TypeError(f"{what}: {_GETS_SPECS}; a shape is flat, such as (2, *x.shape): {error}") from error
+        raise _shape_error(subject, declared.shape) from error
     if any(isinstance(size, int) and size < 0 for size in shape):
-        raise ValueError(f"{what} has a negative dimension in its shape {shape}")
-    dtype = np.dtype(x.dtype)
+        raise ValueError(f"{subject} has a negative size in its shape {shape}. Sizes are at least 0.")
+    dtype = np.dtype(declared.dtype)
     if ins is None:
         return Spec(shape, dtype)
     is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW" or any(x.dtype == dtype for x in ins)
-    allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # of 64 bits if x64 is enabled
+    allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # truncates only if x64 is disabled
     if allowed != dtype:
         warnings.warn(
-            f"{what} asks for {dtype}, which JAX truncates to {allowed} unless jax_enable_x64 is set",
+            f"{subject} declares {dtype}, which JAX truncates to {allowed}. Declare {allowed}, or set "
+            'jax.config.update("jax_enable_x64", True).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
     return Spec(shape, allowed)
 
 
-# CPython 3.12 and 3.13 take no whole name for a prefix, so this file's lacks the last letter.
-_INTERNAL_FILE_PREFIXES = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
+def _shape_error(subject: str, shape: Any) -> TypeError:
+    """Return the error for a shape that is not a tuple of ints."""
+    rule = f"{subject} must have a shape of ints"
+    for size in shape:
+        if isinstance(size, jax.core.Tracer):
+            return TypeError(
+                f"{rule}, which are known before the call. The size {size} is traced. Use a Python int: x.shape[0], or "
+                f"a static argument, jax.jit(f, static_argnames=...). {_FIXED_CAPACITY}"
+            )
+        if isinstance(size, (tuple, list)):
+            return TypeError(f"{rule}. {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
+    return TypeError(f"{rule}; got {shape}. Compute sizes with integers: x.size // 2, or int(n).")
+
+
+_FIXED_CAPACITY = (
+    "If a size depends on values, declare a fixed capacity, such as outs=jax.ShapeDtypeStruct((n,), dtype), and return "
+    "the count as one more output."
+)
+
+
+# -- 4.2 Options that are functions of the inputs ------------------------------------------------------
+
+
+def _call_with_specs(option: Callable, title: str, name: str, specs: Sequence, parameters: Sequence[str] = ()) -> Any:
+    """Call an option that is a function of the inputs' specs.
+
+    Args:
+      option: the user's function.
+      title: the wrapper or op, for error messages.
+      name: the name of the option, for error messages.
+      specs: the arguments: specs of the inputs, and for Warp also values.
+      parameters: the names of all parameters of the kernel, if they are known.
+    """
+    try:
+        return option(*specs)
+    except (AttributeError, IndexError, TypeError) as error:
+        problem = _arity_problem(option, name, len(specs), parameters) or _spec_problem(name, specs, error)
+        raise TypeError(f"{title}: {problem}") from error
+
+
+def _arity_problem(option: Callable, name: str, n_in: int, parameters: Sequence[str]) -> str:
+    """Return the error text if a function does not take one argument per input; otherwise an empty string."""
+    try:
+        signature = inspect.signature(option)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return ""
+    with contextlib.suppress(TypeError):
+        signature.bind(*[None] * n_in)
+        return ""
+    taken = list(signature.parameters)
+    names = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
+    passed = ", ".join(names)
+    new_option = f"{name}=lambda {passed}: ..."
+    problem = f"{name} must take all inputs. The call has the inputs ({passed}), but {name} takes ({', '.join(taken)})."
+    if n_in < len(taken):
+        missing = ", ".join(map(repr, taken[n_in:]))
+        return f"{problem} Pass {missing} to the call, or write {new_option}"
+    if n_in == len(parameters) > len(taken):  # none is left for the outputs, unless the kernel returns them
+        extra = ", ".join(map(repr, names[len(taken) :]))
+        return f"{problem} If {extra} is an output, do not pass {extra}: it is returned. Otherwise write {new_option}"
+    return f"{problem} Write {new_option}"
+
+
+def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
+    """Return the error text for an exception in a function of the inputs' specs."""
+    shown = ", ".join(map(_format_spec, specs))
+    raised = f"{name} of ({shown}) raised {type(error).__name__}: {error}. "
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    if frame.f_code is Spec.__init__.__code__:
+        return f"{raised}A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)."
+    return (
+        f"{raised}Its arguments are specs with .shape and .dtype, and have no values. For the specs of what a function "
+        f"f returns, write jax.eval_shape(f, x). {_FIXED_CAPACITY}"
+    )
+
+
+def _check_call_signature(
+    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = ()
+) -> None:
+    """Raise an error if a user's function does not take these arguments and keyword parameters."""
+    try:
+        signature.bind(*args, **dict.fromkeys(params))
+    except TypeError as error:
+        shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
+        fix = "" if args else ", or pass the missing ones to op(...) by name"  # generators get only keyword parameters
+        raise TypeError(
+            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}."
+        ) from None
+
+
+# -- 4.3 Inputs ----------------------------------------------------------------------------------------
 
 
 def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
+    """Return the name of an input for error messages, such as "numba_kernel 'add': input 0 ('x')"."""
     name = f" ({parameters[i]!r})" if i < len(parameters) else ""
     return f"{title}: input {i}{name}" if title else f"input {i}"
 
 
 def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
+    """Return the specs of converted inputs."""
     avals = list(map(jax.typeof, args))
     for i, aval in enumerate(avals):
-        _check_dtype(aval.dtype, _input_name(i, title, parameters))
+        _check_has_layout(aval.dtype, _input_name(i, title, parameters))
     return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
-# Exact types that JAX takes, which are quick to find; it grows.  NumPy's array is none: its dtype is looked at.
+# The exact types that JAX accepts; `_convert_input` adds more.  A set lookup is quick.  np.ndarray is not included,
+# because the dtype of a NumPy array must be checked.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
-# In native byte order: jitted functions that know such an array read other byte orders as native, too (jax 0.12).
+# The dtypes of NumPy arrays that JAX accepts, in native byte order.  The fast path of a jitted function ignores the
+# byte order: after a call with a native array, it reads other byte orders as native (jax 0.12).
 _PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
 def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
-    """The inputs as JAX can take them, and whether one of them is being traced."""
+    """Return the inputs as values that JAX accepts, and whether one of them is traced."""
     is_traced = False
     inputs = list(args)
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
-        name = _input_name(i, title, parameters)
-        if getattr(x, "__jax_array__", None):  # of a tracer it is None
+        if getattr(x, "__jax_array__", None):  # None for a tracer
             x = inputs[i] = x.__jax_array__()
-        if isinstance(x, jax.Ref):
-            raise TypeError(f"{name} is a jax.Ref: pass its value, ref[...]")
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.core.Tracer) and not isinstance(x, jax.Ref):
             is_traced = True
         else:
-            inputs[i] = _convert_input(x, name)
+            variable = parameters[i] if i < len(parameters) else "x"
+            inputs[i] = _convert_input(x, _input_name(i, title, parameters), variable)
     return inputs, is_traced
 
 
-def _convert_input(x: Any, name: str) -> Any:
-    """An array of another library becomes one of JAX's, which shares its memory."""
+def _convert_input(x: Any, name: str, variable: str) -> Any:
+    """Return an input that is not traced as a value that JAX accepts.
+
+    An array of another library becomes a JAX array that shares its memory.
+
+    Args:
+      x: the input.
+      name: its name for error messages; see `_input_name`.
+      variable: the name of the variable in the suggested fix.
+    """
+    if isinstance(x, jax.Ref):
+        raise TypeError(f"{name} is a jax.Ref. Pass its value, {variable}[...].")
+    if isinstance(x, Spec):
+        raise TypeError(f"{name} is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval_shape.")
     with contextlib.suppress(TypeError):
         jax.typeof(x)
         if not isinstance(x, np.ndarray):
@@ -959,143 +1156,175 @@ def _convert_input(x: Any, name: str) -> Any:
     try:
         return jax.dlpack.from_dlpack(x)
     except Exception as error:
-        with contextlib.suppress(Exception):  # of PyTorch and Warp: XLA does not take memory with gaps, as of a column
+        with contextlib.suppress(Exception):  # arrays of PyTorch and Warp with gaps, such as columns: XLA rejects gaps
             return jax.dlpack.from_dlpack(x.contiguous())
+        shown = str(x.dtype) if _is_spec(x) else repr(x)
         raise TypeError(
-            f"{name} must be a number or an array of numbers; got {type(x).__name__} {getattr(x, 'dtype', x)!s:.80}: "
-            "pass the leaves of a container and the fields of a structured array one by one, and an array of another "
-            f'byte order as x.astype(x.dtype.newbyteorder("=")) ({error})'
+            f"{name} must be a number or an array of numbers (of JAX, NumPy or a library with DLPack); got "
+            f"{type(x).__name__} {shown:.80}. {_input_advice(x, variable, error)}"
         ) from error
 
 
-def _call_with_specs(option: Callable, what: str, *specs: Any) -> Any:
-    """Call an option that is a function of the inputs' specs; the error says so if it wants their values."""
-    try:
-        return option(*specs)
-    except (AttributeError, IndexError, TypeError) as error:
-        shown = ", ".join(map(_format_spec, specs))
-        raise TypeError(f"{what} of ({shown}): {error}: {_GETS_SPECS}") from error
+def _input_advice(x: Any, variable: str, error: Exception) -> str:
+    """Return the fix for an object that is not an input.  The error is the one of DLPack."""
+    if isinstance(x, (list, tuple)):
+        return f"Convert it, jnp.array({variable}), or pass its elements one by one."
+    if isinstance(x, Mapping):
+        return f"Pass its values one by one, {variable}[key]."
+    if isinstance(x, (np.ndarray, np.generic)):
+        return _dtype_advice(x.dtype, variable)
+    if hasattr(x, "__dlpack__"):
+        return f"DLPack cannot share it ({error}). Copy it, np.asarray({variable})."
+    if hasattr(x, "__float__") and not isinstance(x, type):  # such as a Fraction
+        return f"Convert it, float({variable})."
+    return "A constant is not an input. Use a variable of the kernel's closure, or a keyword parameter of an op."
 
 
-_GETS_SPECS = (
-    "a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives those of what f "
-    "returns; a size must be known before the call, such as n in outs=jax.ShapeDtypeStruct((n,), dtype), or is a fixed "
-    "capacity, with a count as one more output"
-)
-
-
-def _check_call_signature(signature: inspect.Signature, what: str, args: Sequence, params: Iterable[str] = ()) -> None:
-    try:
-        signature.bind(*args, **dict.fromkeys(params))
-    except TypeError as error:
-        shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "" if args else ", or pass what it lacks to op(...) by name"  # a generator gets params alone
-        raise TypeError(
-            f"{what} takes {signature}, but this call gives it ({shown}): {error}; give it one parameter for each{fix}"
-        ) from None
+def _dtype_advice(dtype: np.dtype, variable: str) -> str:
+    """Return the fix for a NumPy array whose dtype JAX does not have."""
+    if dtype.names:
+        return f"Pass the fields of a structured array one by one, {variable}[{dtype.names[0]!r}]."
+    if dtype.kind in "mM":
+        return f'Pass dates and durations as integers, {variable}.view("int64").'
+    if not dtype.isnative:
+        return f'Convert the byte order, {variable}.astype({variable}.dtype.newbyteorder("=")).'
+    wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
+    return f'Cast it to a dtype of JAX, {variable}.astype("{wide or "float32"}").'
 
 
 # ======================================================================================================
-# 5. The primitive behind every wrapper: one call of one target.
-# A wrapper (5.4) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
-# From inside XLA and Numba:
-# - how XLA splits a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
-# - two wrong passes (`_call_lowering`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
-# - which fusions work in place (test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# 5. The primitive: one call of one target, its partitioning over a mesh, and the wrapper that binds it.
+#
+# A wrapper (5.4) finds the target of a call and binds the primitive `xla_kernel` (5.1) with it.
+# This section relies on undocumented behavior of XLA, Shardy and Numba:
+# - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
+# - two incorrect passes of XLA (`_protect_results`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
+# - which fusions work in place (`_lower_custom_call`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
 # - Numba's pickles of functions (`_Wrapper._reduce_without_module`; test_copies_and_pickles...)
 
-# -- 5.1 The primitive: what JAX's interpreters ask ----------------------------------------------------
-# An alias (i, j) says that output j starts with the value of input i.  A wrapper has the user's aliases, by name or
-# number; a `_CallParams` has aliases by number.
-# Only the results of a kernel are results of the primitive.  XLA's custom call has more outputs: scratch.
+# -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _CallParams:
-    """The parameter of the primitive: the buffers of one slice, what runs it once that is found, and the batch."""
+    """The parameter of the primitive: the buffers of one slice, the target, and the batch.
+
+    The primitive returns only the first `n_results` of `outs`.  The custom call also returns the scratch buffers.
+    """
 
     ins: tuple[Spec, ...]
-    outs: tuple[Spec, ...]  # the results, then scratch
-    n_results: int
-    aliases: tuple[tuple[int, int], ...]
-    zeroed: tuple[int, ...]  # the buffers in `outs` that start from zeros
+    outs: tuple[Spec, ...]  # the outputs of the kernel, then its scratch buffers
+    n_results: int  # the number of outputs without scratch buffers
+    aliases: tuple[tuple[int, int], ...]  # (i, j): outs[j] starts with the value of input i
+    zeroed: tuple[int, ...]  # the indices in `outs` of the buffers that start from zeros
     has_side_effect: bool
-    target: Any = None
-    batch: tuple[int, ...] = ()  # the dimension that each `vmap` has added in front, the last one's first
+    target: Any = None  # a `_Target`, once it is found
+    batch: tuple[int, ...] = ()  # one leading dimension per `vmap`, the innermost `vmap` last
 
     def signature(self, label: str) -> _Signature:
+        """Return the signature of the handler for this call.  The label names the kernel."""
         specs = self.ins + self.outs
         dtypes = tuple(np.dtype(spec.dtype) for spec in specs)
         ranks = tuple(len(spec.shape) for spec in specs)
         return _Signature(label, len(self.ins), dtypes, ranks, self.aliases, self.zeroed)
 
     def bind(self, args: Sequence) -> list:
-        """The results of the primitive."""
+        """Bind the primitive, and return its results."""
         return _call_p.bind(*args, call=self)
 
 
-def _batch_axes(specs: Iterable[Iterable[Any]]) -> list:
-    """The mesh axes of each dimension of a batch, by what the operands have there: a name, several, or None."""
-    return [next(filter(None, axes), None) for axes in specs]
-
-
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
-    split = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
+    """Return the abstract values of the results, and the effects."""
+    axes = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
     results = call.outs[: call.n_results]
-    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, split) for out in results]
+    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, axes) for out in results]
     if call.has_side_effect:
         return avals, _side_effect()
     return avals, frozenset()
 
 
-def _platforms(ctx: Any) -> Sequence[str]:
-    """The platforms that a lowering rule is asked for."""
-    return ctx.platforms or ctx.module_context.platforms
+def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
+    """Add one leading dimension to every operand.  It has size 1 for an operand that all slices share."""
+    size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
+    sizes = [1 if dim is None else size for dim in dims]
+    for i, _ in call.aliases:
+        sizes[i] = size  # the output of each slice starts with a value of its own
+    operands = list(map(_batch_in_front, args, dims, sizes))
+    batched = dataclasses.replace(call, batch=(size, *call.batch))
+    return batched.bind(operands), [0] * call.n_results
+
+
+def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
+    """Return zero tangents if all results are integers; otherwise raise an error."""
+    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
+        raise TypeError(
+            f"{call.target.title} has no (further) derivative. {call.target.derivative}Use jax.custom_vjp for grad, "
+            "jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel. Use jax.lax.stop_gradient(x) for "
+            "inputs that need no derivative. If a rule that calls a kernel is differentiated, the kernel needs a rule, "
+            "too."
+        )
+    results = call.bind(primals)
+    return results, list(map(_zero_tangent, results))
+
+
+def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
+    """Raise an error."""
+    raise NotImplementedError(
+        f"{call.target.title} cannot be transposed. `grad` transposes it if the rule of a jax.custom_jvp calls it with "
+        "tangents. Use jax.custom_vjp, or the rules of an XLACustomKernel."
+    )
 
 
 def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
-    n_devices = _devices_to_split_over(ctx)
+    """Lower a call to a custom call of its target."""
+    n_devices = _num_partitions(ctx)
     if call.has_side_effect and n_devices > 1:
         raise NotImplementedError(
-            f"{call.target.title} has side effects, and XLA does not say on which devices it runs them: over several, "
-            "call it in a jax.shard_map over all axes of the mesh"
+            "A call with side effects cannot be partitioned, because XLA does not define on which devices it runs. "
+            f"{call.target.title} has side effects, and the program is compiled for {n_devices} devices. Call it in a "
+            "jax.shard_map over all axes of the mesh."
         )
-    if call.target.is_noop or 0 in call.batch:  # XLA before jax 0.10 refuses this in a command buffer
-        return _lower_to_starts(ctx, operands, call.aliases)
+    if call.target.is_noop or 0 in call.batch:  # jax < 0.10: an empty launch in a command buffer is an error of XLA
+        return _lower_initial_values(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
-    is_known = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # as Shardy's rules want
-    n_split = 0
-    if outs and n_devices > 1 and is_known:
-        while n_split < len(call.batch) and call.batch[n_split] % n_devices == 0:
-            n_split += 1
-    if n_split:
-        results = _lower_to_split_call(ctx, operands, call, outs, n_split)
+    n_partitioned = _num_partitioned_dims(ctx, call, outs, n_devices)
+    if n_partitioned:
+        results = _lower_partitioned_call(ctx, operands, call, outs, n_partitioned)
     else:
-        results = _lower_to_custom_call(ctx, operands, call, ctx.avals_in, outs)
-    # Two passes of XLA are wrong (jax 0.11.2 and 0.12).  A dynamic-slice fusion on GPUs lets a call write straight into
-    # the array that is updated, even if the call reads it.  And what moves invariant code out of a `while_loop` takes a
-    # call whose outputs are the whole state of the loop for a tuple, and its operands for the elements.
-    if "cuda" in _platforms(ctx) or len(outs) > 1:
-        return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
-    return results
+        results = _lower_custom_call(ctx, operands, call, ctx.avals_in, outs)
+    return _protect_results(ctx, results, n_outs=len(outs))
 
 
-def _lower_to_custom_call(
+def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
+    """Return the outputs of a call that runs no kernel: aliased inputs, or zeros."""
+
+    def initial_values(*ins: Any) -> list:
+        outs = [*map(_zeros, ctx.avals_out)]
+        for i, j in aliases:
+            outs[j] = ins[i]
+        return outs
+
+    return _lower(initial_values, ctx, operands)
+
+
+def _lower_custom_call(
     ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
 ) -> Any:
-    """The results of the custom call.
+    """Return the results of the custom call, without scratch buffers.
 
-    An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
+    Args:
+      ctx, operands: the context of the lowering rule, and its operands.
+      call: the parameter of the primitive.
+      ins, outs: the abstract values of the operands, and of the outputs and scratch buffers.
+      attributes: more attributes of the custom call.
     """
-    platform, *_ = _platforms(ctx)  # cpu and cuda have rules of their own, and no other has kernels
+    platform, *_ = _lowering_platforms(ctx)  # one platform, because each has a rule of its own (below)
     target = call.target.registered_for(platform, bool(call.batch))
-    # A fusion with what makes an aliased operand could not work in its memory: `kernel(v.at[i].set(2.0), i)` in a loop
-    # over 20 MB took 1,400 us a step for 1 (CPU, jax 0.12).  GPUs gain nothing, and would copy slices that are fused.
-    if platform == "cpu" and call.aliases:
-        operands = _lower_barriers(ctx, operands, ins, dict(call.aliases))
+    if platform == "cpu":
+        operands = _protect_aliased_operands(ctx, operands, call, ins)
     lower = jax.ffi.ffi_lowering(
         target.name,
-        operand_output_aliases=dict(call.aliases),
+        operand_output_aliases=dict(call.aliases),  # lets XLA reuse memory; only the handler guarantees the value
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
@@ -1103,54 +1332,49 @@ def _lower_to_custom_call(
     return values[: call.n_results]
 
 
-def _lower_barriers(ctx: Any, values: Any, avals: Sequence, numbers: Container[int]) -> Any:
-    """The same values: XLA fuses, moves and merges no code over the barriers of those with these numbers."""
+def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: Sequence) -> Any:
+    """Keep XLA from fusing the producer of an aliased operand (CPU).
 
-    def keep(*values: Any) -> list:
-        return [jax.lax.optimization_barrier(x) if k in numbers else x for k, x in enumerate(values)]
-
-    return _lower_untyped(keep, ctx, values, avals, avals)
-
-
-def _lower_to_starts(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
-    """The outputs of a call that runs nothing: what they start from, an input or zeros."""
-
-    def start(*ins: Any) -> list:
-        outs = [*map(_zeros, ctx.avals_out)]
-        for i, j in aliases:
-            outs[j] = ins[i]
-        return outs
-
-    return _lower(start, ctx, operands)
+    The fusion cannot update the buffer in place: `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB takes 1,400 instead
+    of 1 us per step (jax 0.12).  GPUs gain nothing from the barrier, and would copy slices that are fused otherwise.
+    """
+    if not call.aliases:
+        return operands
+    return _lower_barriers(ctx, operands, ins, dict(call.aliases))
 
 
-def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
-    """One more leading dimension everywhere; size 1 says that an operand is the same for every slice."""
-    size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
-    sizes = [1 if dim is None else size for dim in dims]
-    for i, _ in call.aliases:
-        sizes[i] = size  # each slice of the output starts with one of the input
-    ins = map(_batch_in_front, args, dims, sizes)
-    batched = dataclasses.replace(call, batch=(size, *call.batch))
-    return batched.bind([*ins]), [0] * call.n_results
+def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
+    """Keep two incorrect passes of XLA away from the results of a custom call (jax 0.11.2 and 0.12).
+
+    - GPUs: a dynamic-slice fusion lets a custom call write directly into the array that is updated, even if the call
+      reads this array.
+    - All platforms: loop-invariant code motion fails for a custom call whose outputs are the whole state of a
+      `while_loop`.  The pass takes the call for a tuple, and the operands of the call for the elements of the tuple.
+    """
+    may_be_fused = "cuda" in _lowering_platforms(ctx)
+    may_be_loop_state = n_outs > 1
+    if may_be_fused or may_be_loop_state:
+        return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
+    return results
 
 
-def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
-    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
-        raise TypeError(
-            f"{call.target.title} has no (further) derivative: {call.target.derivative}use jax.custom_vjp for grad, "
-            "jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; jax.lax.stop_gradient(x) for inputs "
-            "that need none; a kernel that a rule calls needs a rule of its own where that is differentiated again"
-        )
-    results = call.bind(primals)
-    return results, list(map(_zero_tangent, results))
+def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[int]) -> Any:
+    """Put an optimization barrier behind the values with these indices: XLA does not fuse or move code across it."""
+
+    def with_barriers(*values: Any) -> list:
+        return [jax.lax.optimization_barrier(x) if k in indices else x for k, x in enumerate(values)]
+
+    return _lower_untyped(with_barriers, ctx, values, avals, avals)
 
 
-def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
-    raise NotImplementedError(
-        f"{call.target.title} cannot be transposed, as grad of a jax.custom_jvp does where its rule calls this with "
-        "tangents: use jax.custom_vjp, or an XLACustomKernel's rules"
-    )
+def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
+    """Lower a function that only reshapes values or adds barriers, from types `ins` to types `outs`.
+
+    On meshes with explicit axes, types contain shardings.  The function is traced without them.
+    """
+    avals_in, avals_out = [[jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (ins, outs)]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return _lower(function, ctx.replace(avals_in=avals_in, avals_out=avals_out), operands)
 
 
 _call_p = Primitive("xla_kernel")
@@ -1161,47 +1385,64 @@ ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
 batching.primitive_batchers[_call_p] = _call_batching
 mlir.register_lowering(_call_p, _call_lowering)
-for _platform in ("cpu", "cuda"):  # so each gets a call of its own where a program is lowered for both
+for _platform in ("cpu", "cuda"):  # a program that is lowered for both platforms gets one custom call for each
     mlir.register_lowering(_call_p, _call_lowering, platform=_platform)
 
 
-# -- 5.2 Over a mesh: XLA splits a batch ---------------------------------------------------------------
-# Under plain `jit` XLA's partitioner for batches (custom_call_batch_partitioner.cc) runs a call on each device's part
-# of the batch.  It splits the first `num_batch_dims` dimensions of every operand that has more of them, and leaves
-# others whole.  So, for eight slices of x and a w that they share, on four devices:
+# -- 5.2 Partitioning a batch over a mesh --------------------------------------------------------------
+# Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  The partitioner for
+# batches (custom_call_batch_partitioner.cc) partitions the first `num_batch_dims` dimensions of each operand with more
+# than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks of the operands decide:
 #
-#              one slice    bound to the primitive    passed to XLA    num_batch_dims    on each device
-#       x      [6]          [8,6]                     [8,1,1,1,6]      3, so split       [2,1,1,1,6]
-#       w      [6,6]        [1,6,6]                   [6,6]            3, so whole       [6,6]
-#       out    [6]          [8,6]                     [8,1,1,1,6]      3, so split       [2,1,1,1,6]
+#     k                    the number of batch dimensions that are partitioned
+#     R                    the largest rank of an operand, without the batch
+#     num_batch_dims       k + R
+#     partitioned operand  (*batch[:k], *[1] * (R + 1), *batch[k:], *slice_shape)      has rank > num_batch_dims
+#     replicated operand   slice_shape                                                 has rank <= num_batch_dims
 #
-# - An operand that all slices share is passed with the kernel's own rank.  The batch gets dimensions of size 1, so that
-#   every split operand has more dimensions than any shared one.
-# - An operand that only some of the vmaps batch is broadcast.  So is a shared first operand, if another shared operand
-#   follows a batched one: where shardings differ, XLA takes the first operand's for all (FindCommonSharding).
-# - Only leading dimensions that the number of all devices divides are split: a kernel that raises on XLA's padding
-#   leaves other devices waiting.  That axes of a mesh divide one is not enough: `x[:4]` stays split over all eight.
-# The kernel's own dimensions are gathered: only `jax.shard_map` splits them.
+# For example, with eight slices of x and a common w, on four devices (k = 1, R = 2, num_batch_dims = 3):
+#
+#              one slice    operand of the primitive    operand of the custom call    on each device
+#       x      [6]          [8,6]                       [8,1,1,1,6]                   [2,1,1,1,6]
+#       w      [6,6]        [1,6,6]                     [6,6]                         [6,6]
+#       out    [6]          [8,6]                       [8,1,1,1,6]                   [2,1,1,1,6]
+#
+# - An operand that only some of several vmaps batch is broadcast, and then partitioned.
+# - The leading dimensions of the batch are partitioned, as long as the number of all devices divides their sizes.
+#   Otherwise XLA pads the batch, and if the kernel raises an error on the padding, the other devices wait forever.
+#   Axes of the mesh that divide the size are not enough: `x[:4]` stays partitioned over all eight devices.
+# - The dimensions of a slice are gathered.  Only `jax.shard_map` partitions them.
 
 
-def _lower_to_split_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_split: int) -> Any:
-    """The results of a call of which XLA may split the first `n_split` dimensions of the batch."""
+def _num_partitioned_dims(ctx: Any, call: _CallParams, outs: Sequence, n_devices: int) -> int:
+    """Return the number of leading batch dimensions that XLA may partition over the devices."""
+    has_known_shapes = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # for Shardy
+    if n_devices == 1 or not outs or not has_known_shapes:
+        return 0
+    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
+    return sum(1 for _ in divisible)
+
+
+def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_partitioned: int) -> Any:
+    """Return the results of a custom call whose first `n_partitioned` batch dimensions XLA may partition."""
     batch = call.batch
     depth = len(batch)
-    is_whole = _are_whole(ctx.avals_in, depth)
-    n_ones = max(len(x.shape) for x in ctx.avals_in) - depth
-    n_batch_dims = n_split + n_ones
-    ones = (1,) * (n_ones + 1)  # one more, as XLA leaves operands of just `n_batch_dims` whole
-    leading = (*batch[:n_split], *ones, *batch[n_split:])
+    is_replicated = _replicated_operands(ctx.avals_in, depth)
+    max_rank = max(len(x.shape) for x in ctx.avals_in) - depth
+    num_batch_dims = n_partitioned + max_rank
+    leading = (*batch[:n_partitioned], *[1] * (max_rank + 1), *batch[n_partitioned:])
 
-    def passed(x: Any, whole: bool = False) -> Any:
-        """The abstract value that the call gets or returns in the place of `x`."""
-        return jax.core.ShapedArray((*(() if whole else leading), *x.shape[depth:]), x.dtype)
+    def reshaped_aval(x: Any, replicated: bool = False) -> Any:
+        slice_shape = x.shape[depth:]
+        return jax.core.ShapedArray(slice_shape if replicated else (*leading, *slice_shape), x.dtype)
+
+    ins = list(map(reshaped_aval, ctx.avals_in, is_replicated))
+    reshaped_outs = list(map(reshaped_aval, outs))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, whole in zip(operands, ins, is_whole):
-            if not whole:
+        for x, aval, replicated in zip(operands, ins, is_replicated):
+            if not replicated:
                 x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
             reshaped.append(jax.lax.reshape(x, aval.shape))
         return reshaped
@@ -1209,26 +1450,21 @@ def _lower_to_split_call(ctx: Any, operands: Any, call: _CallParams, outs: Seque
     def reshape_results(*results: Any) -> list:
         return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
 
-    ins = list(map(passed, ctx.avals_in, is_whole))
-    passed_outs = list(map(passed, outs))
     attributes = {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_batch_dims)}),
-        "sdy.sharding_rule": _sharding_rule(ins, is_whole, passed_outs, n_common=n_batch_dims + 1),
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(num_batch_dims)}),
+        "sdy.sharding_rule": _sharding_rule(ins, is_replicated, reshaped_outs, n_common=num_batch_dims + 1),
     }
     operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
-    results = _lower_to_custom_call(ctx, operands, call, ins, passed_outs, **attributes)
-    return _lower_untyped(reshape_results, ctx, results, passed_outs[: call.n_results], ctx.avals_out)
+    results = _lower_custom_call(ctx, operands, call, ins, reshaped_outs, **attributes)
+    return _lower_untyped(reshape_results, ctx, results, reshaped_outs[: call.n_results], ctx.avals_out)
 
 
-def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
-    """Lower a function that only changes shapes, with types without the shardings that explicit meshes add."""
-    avals = [[jax.core.ShapedArray(x.shape, x.dtype) for x in arrays] for arrays in (ins, outs)]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return _lower(function, ctx.replace(avals_in=avals[0], avals_out=avals[1]), operands)
+def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
+    """Return which operands are replicated: those that all slices share, with one exception.
 
-
-def _are_whole(ins: Sequence, depth: int) -> list[bool]:
-    """Which operands are passed without batch: those that all slices share, but for the first in one case (above)."""
+    If shardings differ, XLA uses the sharding of the first operand for all (FindCommonSharding).  So the first operand
+    is partitioned if another shared operand follows a batched one.
+    """
     is_shared = [all(size == 1 for size in x.shape[:depth]) for x in ins]
     follows_batched = [shared and not all(is_shared[:i]) for i, shared in enumerate(is_shared)]
     if any(follows_batched):
@@ -1236,29 +1472,33 @@ def _are_whole(ins: Sequence, depth: int) -> list[bool]:
     return is_shared
 
 
-def _sharding_rule(ins: Sequence, is_whole: Sequence[bool], outs: Sequence, n_common: int) -> Any:
-    """Shardy's rule of a call: arrays have so many leading dimensions in common; each other one is of its own."""
-    from jax.extend.mlir.dialects import sdy  # here, as it takes 36 ms
+def _sharding_rule(ins: Sequence, is_replicated: Sequence[bool], outs: Sequence, n_common: int) -> Any:
+    """Return Shardy's sharding rule of a call.
 
-    sizes = list(outs[0].shape[:n_common])
+    A rule numbers the factors along which arrays can be partitioned.  The first `n_common` dimensions of all
+    partitioned arrays are common factors.  Each other dimension is a factor of its own.
+    """
+    from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
-    def dimensions(x: Any, whole: bool = False) -> Any:
-        n_shared = 0 if whole else n_common
+    factor_sizes = list(outs[0].shape[:n_common])
+
+    def dim_mappings(x: Any, replicated: bool = False) -> Any:
+        n_shared = 0 if replicated else n_common
         own_sizes = x.shape[n_shared:]
-        numbers = [*range(n_shared), *range(len(sizes), len(sizes) + len(own_sizes))]
-        sizes.extend(own_sizes)
-        return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([number]) for number in numbers])
+        factors = [*range(n_shared), *range(len(factor_sizes), len(factor_sizes) + len(own_sizes))]
+        factor_sizes.extend(own_sizes)
+        return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([factor]) for factor in factors])
 
-    operands = list(map(dimensions, ins, is_whole))
-    results = list(map(dimensions, outs))
-    return sdy.OpShardingRuleAttr.get(sizes, operands, results)
+    operands = list(map(dim_mappings, ins, is_replicated))
+    results = list(map(dim_mappings, outs))
+    return sdy.OpShardingRuleAttr.get(factor_sizes, operands, results)
 
 
-# -- 5.3 What a public function is given: a kernel, and options ----------------------------------------
+# -- 5.3 The arguments of public functions: a kernel, and options --------------------------------------
 
 
 def _parameters(kernel: Any) -> tuple[str, ...]:
-    """The names by which a kernel's arguments can be given, in order; none if the first have no names."""
+    """Return the names of the kernel's leading parameters that can be passed by position and by name, in order."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_py_func(kernel)).parameters.values()
         named = itertools.takewhile(lambda parameter: parameter.kind is parameter.POSITIONAL_OR_KEYWORD, parameters)
@@ -1267,7 +1507,11 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
 
 
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
-    """By which JAX binds arguments: the first parameters of the kernel, as many as `outs` takes, or any number."""
+    """Return the signature of a wrapper, by which JAX binds arguments.
+
+    Its parameters are the first ones of the kernel, one for each parameter of `outs`.  If `outs` does not show the
+    number of inputs, the signature is `(*args)`.
+    """
     with contextlib.suppress(TypeError, ValueError):
         taken_by_outs = inspect.signature(outs).parameters.values()
         has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
@@ -1278,7 +1522,7 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
 
 
 def _decorated_backend(kernel: Any) -> str | None:
-    """The backend of a compiled kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), "wrapper" for ours; else None."""
+    """Return the backend of a decorated kernel, "wrapper" for a wrapper, or None for anything else."""
     for cls in type(kernel).__mro__:
         package = str(cls.__module__).partition(".")[0]
         for backend, row in _BACKENDS.items():
@@ -1288,19 +1532,21 @@ def _decorated_backend(kernel: Any) -> str | None:
 
 
 def _unsupported_kernel_error(user: str, takes: str, kernel: Any) -> TypeError:
-    kind = _decorated_backend(kernel)
-    name = type(kernel).__name__
-    hint = f"; for this one there is {kind}_kernel" if kind in _BACKENDS else _WAYS_OUT.get(name, "")
-    return TypeError(f"{user} takes {takes}; got {name} {kernel!r}{hint}")
+    """Return the error for an object that a public function does not take as a kernel."""
+    backend = _decorated_backend(kernel)
+    type_name = type(kernel).__name__
+    advice = f"Use {backend}_kernel." if backend in _BACKENDS else _KERNEL_TYPE_ADVICE.get(type_name, "")
+    return TypeError(f"{user} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
 
 
-_WAYS_OUT = {  # by the name of a type
-    "partial": "; write a function that calls it, whose closure has the constants",
-    "method": "; write a function outside of the class: what it reads of `self` is an input, or in its closure",
-    "ufunc": "; call it in a function, lambda x: np.sin(x), and make your own by numba.vectorize without target= "
-    'instead of target="parallel": vmap uses all cores',
-    "builtin_function_or_method": "; call it in a function, lambda x: math.sin(x)",
-    "PjitFunction": "; JAX calls kernels, and not the other way: give a Python function, with np. for jnp.",
+_KERNEL_TYPE_ADVICE = {  # by the name of a type
+    "partial": "Write a function that calls it, and keep constants in variables of its closure.",
+    "method": "Write a function outside of the class. Pass arrays of `self` as inputs, and keep constants in variables "
+    "of its closure.",
+    "ufunc": "Call it in a function: lambda x: np.sin(x). For a ufunc of your own, use numba.vectorize without target= "
+    'instead of target="parallel": `vmap` uses all cores.',
+    "builtin_function_or_method": "Call it in a function: lambda x: math.sin(x).",
+    "PjitFunction": "JAX calls kernels, and kernels cannot call JAX. Write a Python function, with np. for jnp.",
 }
 
 
@@ -1309,62 +1555,77 @@ _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broa
 
 @dataclasses.dataclass(kw_only=True)
 class _Options:
-    """The arguments of a public function but its kernel, checked at once as far as that is possible without inputs."""
+    """The options of a public function.  Everything that does not depend on the inputs is checked on construction."""
 
-    outs: Any
+    outs: Any  # a pytree of specs, or a function of the inputs' specs
     vmap_method: str | None
-    input_output_aliases: Any
+    input_output_aliases: Any  # {index or name of an input: index of an output}
     has_side_effect: bool
-    scratch: Any
-    zero_outputs: bool | None
-    in_out_argnames: Any = None  # the last three are not options of all
-    scalars: Any = False
+    scratch: Any  # like `outs`
+    zero_outputs: bool | None  # None: zeros, and an error if a kernel never stores; True: zeros; False: uninitialized
+    # Not every public function has the following options.
+    in_out_argnames: Any = None
+    scalars: Any = False  # names of parameters; True: all 0-d inputs
     name: str | None = None
 
     def __post_init__(self) -> None:
         if self.vmap_method not in _VMAP_METHODS:
-            raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}")
-        if not callable(self.outs) or isinstance(self.outs, type):  # such as jnp.float32
+            raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}.")
+        if not callable(self.outs) or isinstance(self.outs, type):  # a class, such as jnp.float32, is a mistake
             _normalize_specs(self.outs, "outs")
         self.scratch = () if self.scratch is None else self.scratch
         self.input_output_aliases = dict(self.input_output_aliases or {})
-        self.in_out_argnames = _as_list(self.in_out_argnames)
+        self.in_out_argnames = _as_names(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
-            self.scalars = _as_list(self.scalars)
+            self.scalars = _as_names(self.scalars)
+            self._check_scalars()
+
+    def _check_scalars(self) -> None:
+        """Raise an error if an in-out argument is listed as a scalar."""
+        for name in self.scalars:
+            if name in self.in_out_argnames:
+                raise ValueError(
+                    f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove it "
+                    f"from scalars, and write {name}[()] in the kernel."
+                )
 
     @property
     def in_order(self) -> bool:
-        """Whether the slices of a batch run one after another, on one thread."""
+        """Return whether the slices of a batch must run one after another, on one thread."""
         return str(self.vmap_method).startswith("sequential")
 
 
-def _as_list(names: Any) -> Collection:
-    """An option that names parameters: the names are checked where the parameters are known."""
+def _as_names(names: Any) -> Collection:
+    """Return an option that names parameters as a collection.  The names are checked where the parameters are known."""
     if names is None:
         return []
     if isinstance(names, (set, frozenset)):
-        return names  # which has no order to be wrong
+        return names  # a set has no order that could differ from the kernel's
     return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
 def _make_wrapper(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
-    """The wrapper that a public function returns; a decorator if the kernel is None."""
+    """Return the wrapper of a kernel, or a decorator if the kernel is None."""
     if kernel is None:
         return functools.partial(make_wrapper, options=options)
     return make_wrapper(kernel, options)
 
 
 class _BoundedCache(dict):
-    """Forgets all when it is full, as keys may change on every call; threads get one value for one key."""
+    """A cache that clears itself when it is full.  Concurrent callers get the same value for a key."""
 
     def keep(self, key: Any, value: Any) -> Any:
+        """Store a value, unless the key has one.  Return the value of the key."""
         if len(self) >= 1024:
             self.clear()
         return self.setdefault(key, value)
 
 
 class _PickledByReference:
-    """What is itself in copies, and in pickles its variable of a module that other processes import, too."""
+    """An object that is pickled by reference, as top-level functions are: as the name of a module and a variable.
+
+    The variable may have any name, so `__reduce__` looks for it in the imported modules.  Copies are the same object.
+    """
 
     title: str  # for errors
 
@@ -1374,25 +1635,33 @@ class _PickledByReference:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        # The main module is another one elsewhere, and builtins have the prompt's last result.
-        others = [name for name in list(sys.modules) if not name.endswith(("main__", "builtins"))]
-        return self._variable_of(others) or self._reduce_without_module()
+        # Another process may have another main module.  `builtins._` is the last result at the prompt.
+        importable = [name for name in list(sys.modules) if not name.endswith(("main__", "builtins"))]
+        return self._find_variable(importable) or self._reduce_without_module()
 
-    def _variable_of(self, modules: Iterable[str]) -> tuple:
-        for name in modules:
-            for variable, value in list(getattr(sys.modules.get(name), "__dict__", {}).items()):
+    def _find_variable(self, module_names: Iterable[str]) -> tuple:
+        """Return the reduced value for the first variable that holds this object, or an empty tuple."""
+        for module_name in module_names:
+            for variable, value in list(getattr(sys.modules.get(module_name), "__dict__", {}).items()):
                 if value is self:
-                    return pkgutil.resolve_name, (f"{name}:{variable}",)
+                    return pkgutil.resolve_name, (f"{module_name}:{variable}",)
         return ()
 
     def _reduce_without_module(self) -> tuple:
-        """By a variable of the main module, which the processes of a pool have, too."""
-        if variable := self._variable_of(["__main__"]):
-            return variable
-        raise pickle.PicklingError(f"{self.title} is pickled by name: keep it in a variable of a module to import")
+        """Return the reduced value of an object that no imported module holds: a variable of the main module.
+
+        The processes of a pool have the same main module.
+        """
+        if reduced := self._find_variable(["__main__"]):
+            return reduced
+        raise pickle.PicklingError(
+            f"{self.title} is pickled by reference, as functions are, but no variable of a module holds it. Keep it in "
+            "a variable of a module that the other process can import."
+        )
 
 
 def _loaded(data: bytes) -> Any:
+    """Recreate a wrapper from the data of `_Wrapper._reduce_without_module`.  Pickles contain this function's name."""
     make, *args = pickle.loads(data)
     return make(*args)
 
@@ -1403,32 +1672,48 @@ def _loaded(data: bytes) -> Any:
 class _Wrapper(_PickledByReference):
     """A kernel as a JAX function.
 
-    A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
-    there is a device of the platform (Warp in `_WarpTarget.registered_for`).  It may override `__call__` and `_leaves`,
-    and the small methods that name parameters or look at options.
+    A call passes through these methods.  Backends define the method marked "abstract", and may override those marked
+    "hook".
+
+        __call__(*args, **kwargs)           orders the arguments                      hook (Warp: arguments by value)
+          _call_inputs(args)                converts them to values that JAX accepts
+            jax.jit                         calls _trace once per combination of shapes and dtypes
+              _trace(*args)                 evaluates `outs`, and returns a pytree of results
+                _flat_results(outs, *args)  returns a list of results                 hook (Warp: derivatives)
+                  _resolve(ins, outs)       resolves aliases and scratch buffers
+                    _find_target(call)      checks, compiles and registers            abstract
+                  _CallParams.bind(args)    binds the primitive
+
+    If an input is traced already, `_call_inputs` calls `_trace` directly, so that the call becomes a part of the
+    caller's program.
     """
 
-    decorator: str  # the public function that made it, for error messages
-    _find_target: Callable[[_CallParams], _Target]
+    decorator: str  # the name of the public function, for error messages
 
     def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
+        """Check the options that name parameters.
+
+        Args:
+          kernel: the user's kernel.
+          options: an `_Options`.
+          parameters: the names of the parameters that take arrays, in order.  Default: all parameters.
+        """
         self.kernel = kernel
         self.options = options
         self.parameters = _parameters(kernel) if parameters is None else parameters
-        functools.update_wrapper(self, _py_func(kernel), updated=())
-        self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
-        self.__wrapped__ = kernel
+        self._copy_metadata(kernel)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
-            raise TypeError(f"{self.title} is a method, whose `self` is no array{_WAYS_OUT['method']}")
+            raise TypeError(f"{self.title} is a method, and `self` is not an array. {_KERNEL_TYPE_ADVICE['method']}")
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
-        # those that are returned too: the first outputs start with them
+        # The first outputs are the in-out arguments, in the order of the kernel's parameters.
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         if isinstance(options.in_out_argnames, list) and options.in_out_argnames != self.in_outs:
             raise ValueError(
-                f"{self.title}: in_out_argnames={options.in_out_argnames} must be in the kernel's order, as outs and "
-                f"the results are: {self.in_outs}"
+                f"{self.title}: in_out_argnames must be in the order of the kernel's parameters; got "
+                f"{options.in_out_argnames}. Write in_out_argnames={self.in_outs}; outs and the results have the same "
+                "order."
             )
 
         def call(*args: Any) -> Any:
@@ -1437,17 +1722,33 @@ class _Wrapper(_PickledByReference):
         call.__name__ = call.__qualname__ = self.__name__
         self._jitted = jax.jit(call)
 
+    def _copy_metadata(self, kernel: Any) -> None:
+        """Copy the kernel's name and docstring, as `functools.wraps` does, but not its annotations.
+
+        The annotations describe the kernel, which returns None and has parameters for its outputs.  Runtime type
+        checkers would apply them to the calls of the wrapper.
+        """
+        functools.update_wrapper(self, _py_func(kernel), assigned=("__module__", "__qualname__", "__doc__"), updated=())
+        self.__name__ = getattr(kernel, "__name__", None) or getattr(kernel, "key", None) or type(kernel).__name__
+        self.__annotations__ = {}  # otherwise the annotations of this class
+        self.__wrapped__ = kernel
+
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
 
     def _reduce_without_module(self) -> tuple:
-        """By value: the kernel with its code, and the options, as plain `pickle` can read them."""
+        """Return the reduced value of a wrapper that no imported module holds: its kernel's code, and its options.
+
+        Hook: Warp kernels cannot be pickled by value.
+        """
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
         return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
 
+    # -- arguments -------------------------------------------------------------------------------------
+
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
-            args = tuple(self._bound(args, named).values())
+            args = tuple(self._bind_arguments(args, named).values())
         return self._call_inputs(args)
 
     def _call_inputs(self, args: Sequence) -> Any:
@@ -1456,107 +1757,199 @@ class _Wrapper(_PickledByReference):
             args, is_traced = _convert_inputs(args, self.title, self.parameters)
         return self._trace(*args) if is_traced else self._jitted(*args)
 
-    def _bound(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first parameters get, by position and by name."""
+    def _bind_arguments(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, in the order of the kernel's parameters."""
         n = len(args) + len(named)
         names = self.parameters[:n]
-        bound = dict(zip(names, args), **named)
-        if len(bound) != n or bound.keys() != set(names):
+        arguments = dict(zip(names, args), **named)
+        if len(arguments) != n or arguments.keys() != set(names):
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
-        return {name: bound[name] for name in names}
+        return {name: arguments[name] for name in names}
 
     def _wrong_arity(self, problem: str) -> TypeError:
+        """Return the error for a call with wrong arguments."""
         takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
         return TypeError(f"{self.title} takes the parameters {takes}; {problem}")
 
     def _check_names(self, option: str, names: Collection[str]) -> None:
+        """Raise an error if an option names something that is not an array parameter."""
         for name in names:
             if name not in self.parameters:
                 shown = ", ".join(self.parameters)
-                raise ValueError(f"{option}={names}: {name!r} must be the name of an array parameter: {shown}")
+                raise ValueError(
+                    f"{self.title}: {option}={names} must contain names of array parameters, and {name!r} is not one. "
+                    f"Choose from ({shown})."
+                )
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args, self.title, self.parameters)
-        outs, tree = self._specs("outs", ins)
-        return tree.unflatten(self._leaves(outs, *args))
+        outs, tree = self._declared_specs("outs", ins)
+        return tree.unflatten(self._flat_results(outs, *args))
 
-    def _specs(self, what: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
-        """The specs that an option gives for these inputs, in the order of the kernel's parameters."""
-        specs, tree = _normalize_specs(self._for_inputs(what, ins), f"{self.title}: {what}", ins)
-        if _contains_dict(tree):
-            raise TypeError(f"{self.title}: {what} is a dict, whose keys JAX sorts: give a tuple, or a NamedTuple")
-        if what == "outs" and not specs and not self.options.has_side_effect:
-            raise ValueError(f"{self.title} has no outputs, so JAX would never run it: say has_side_effect=True")
-        return specs, tree
-
-    def _leaves(self, outs: list[Spec], *args: Any) -> list:
+    def _flat_results(self, outs: list[Spec], *args: Any) -> list:
+        """Return the results of the call as a list.  (hook)"""
         return self._resolve(_input_specs(args), outs).bind(args)
 
     def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
-        """The call with these inputs and declared outputs, and what runs it."""
-        scratch, _ = self._specs("scratch", ins)
+        """Return the call for these inputs and declared outputs, with its target."""
+        scratch, _ = self._declared_specs("scratch", ins)
         aliases = self._resolve_aliases(ins, outs)
-        buffers = tuple(ins), (*outs, *scratch), len(outs)
-        zeroed = set() if self.options.zero_outputs is False else {*range(len(buffers[1]))} - {*aliases.values()}
-        call = _CallParams(*buffers, tuple(aliases.items()), tuple(sorted(zeroed)), self.options.has_side_effect)
+        new_buffers = [j for j in range(len(outs) + len(scratch)) if j not in aliases.values()]
+        call = _CallParams(
+            ins=tuple(ins),
+            outs=(*outs, *scratch),
+            n_results=len(outs),
+            aliases=tuple(aliases.items()),
+            zeroed=() if self.options.zero_outputs is False else tuple(new_buffers),
+            has_side_effect=self.options.has_side_effect,
+        )
+        self._check_in_out_parameters(call)
         return dataclasses.replace(call, target=self._find_target(call))
 
-    def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
-        """The value of an option that may be a callable of the inputs."""
-        option = getattr(self.options, what)
+    def _find_target(self, call: _CallParams) -> _Target:
+        """Check the dtypes and parameters of a call, and return its target.  (abstract)
+
+        If there is a device of the platform, compile the kernel here, so that errors are raised in the user's call.
+        """
+        raise NotImplementedError
+
+    def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], problem: str) -> None:
+        """Raise an error if a buffer has a dtype that the backend does not have."""
+        for kind, specs in (("input", call.ins), ("output", call.outs)):  # outputs include scratch buffers
+            for i, spec in enumerate(specs):
+                if np.dtype(spec.dtype).name not in allowed:
+                    raise TypeError(
+                        f"{self.title}: {kind} {i} is {_format_spec(spec)}, a dtype {problem}. Cast it, and cast the "
+                        "result back: f(x.astype(jnp.float32)).astype(x.dtype)"
+                    )
+
+    # -- options that depend on the inputs -------------------------------------------------------------
+
+    @property
+    def _call_parameters(self) -> Sequence[str]:
+        """Return the names of all arguments of a call.  (hook: Warp also has arguments that are not arrays)"""
+        return self.parameters
+
+    def _option_value(self, name: str, ins: Sequence) -> Any:
+        """Return the value of an option that may be a function of the inputs.  (hook)"""
+        option = getattr(self.options, name)
         if not callable(option):
             return option
-        return _call_with_specs(option, f"{self.title}: {what}", *ins)
+        return _call_with_specs(option, self.title, name, ins, self._call_parameters)
+
+    def _declared_specs(self, name: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
+        """Return the specs that `outs` or `scratch` declares for these inputs, and their structure."""
+        specs, tree = _normalize_specs(self._option_value(name, ins), f"{self.title}: {name}", ins)
+        if _contains_dict(tree):
+            raise TypeError(
+                f"{self.title}: {name} must not contain a dict, because JAX sorts the keys, and a kernel takes outputs "
+                "in order. Use a tuple, or a NamedTuple."
+            )
+        if name == "outs" and not specs and not self.options.has_side_effect:
+            raise ValueError(f"{self.title} has no outputs, so JAX would never run it. Pass has_side_effect=True.")
+        return specs, tree
 
     def _resolve_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
-        """Which output starts with which input, checked: the aliases that the user gave, and in-out arguments."""
-        inputs = dict(enumerate(map(_format_spec, ins)))
-        outputs = dict(enumerate(map(_format_spec, outs)))
+        """Return {input: output that starts with its value} for in-out arguments and the user's aliases, checked."""
         aliases: dict[int, int] = {}
-        for key, j in [*self.options.input_output_aliases.items(), *zip(self.in_outs, itertools.count())]:
-            i = self._input_number(key, len(ins))
-            if i in aliases or j in aliases.values() or i not in inputs or inputs[i] != outputs.get(j):
-                raise ValueError(
-                    f"{self.title}: output {j} cannot start from input {key!r}: an input can start one output, an "
-                    "output can start from one input, of equal shape and dtype; in_out_argnames start the first of "
-                    f"outs, in order; inputs: {inputs}; outputs: {outputs}"
-                )
+        for j, name in enumerate(self.in_outs):
+            i = self._input_index(name, len(ins))
+            self._check_in_out_spec(name, i, j, ins, outs)
+            aliases[i] = j
+        for key, j in self.options.input_output_aliases.items():
+            i = self._input_index(key, len(ins))
+            problem = _alias_problem(i, j, ins, outs, aliases)
+            if problem:
+                raise ValueError(f"{self.title}: input_output_aliases={{{key!r}: {j!r}}}: {problem}")
             aliases[i] = j
         return dict(sorted(aliases.items()))
 
-    def _input_number(self, key: int | str, n_in: int) -> int:
-        """The number of an input that an alias names."""
+    def _input_index(self, key: int | str, n_in: int) -> int:
+        """Return the index of the input that an alias names by its index or name.  (hook)"""
         if not isinstance(key, str):
             return key
         names = self.parameters[:n_in]
         if key not in names:
+            advice = "Name one of them."
+            if key in self.parameters:
+                advice = f"Pass the initial value of {key!r}: in-out arguments are inputs, kernel(in..., out...)."
             raise ValueError(
-                f"{self.title}: {key!r} is not the name of an input; this call has {names}: what is both input and "
-                "output stands before the other outputs, kernel(in..., out...)"
+                f"{self.title}: {key!r} is not an input of this call; the inputs are ({', '.join(names)}). {advice}"
             )
         return names.index(key)
 
-    def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], refused: str) -> None:
-        for what, specs in (("input", call.ins), ("output", call.outs)):  # scratch too
-            for i, spec in enumerate(specs):
-                if np.dtype(spec.dtype).name not in allowed:
-                    raise TypeError(
-                        f"{self.title}: {what} {i} is {_format_spec(spec)}, a dtype {refused}; cast it, and the "
-                        "result back: "
-                        "f(x.astype(jnp.float32)).astype(x.dtype)"
-                    )
+    def _check_in_out_spec(self, name: str, i: int, j: int, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
+        """Raise an error if output j does not have the spec of input i, which is an in-out argument."""
+        shown = _format_spec(ins[i])
+        declared = _format_spec(outs[j]) if j < len(outs) else "missing"
+        if shown == declared:
+            return
+        n_values = len(self._call_parameters) - len(self.parameters)
+        arguments = ", ".join(self._call_parameters[: len(ins) + n_values])
+        results = [*self.in_outs, *["..."] * (len(outs) > len(self.in_outs))]
+        new_outs = results[0] if len(results) == 1 else f"({', '.join(results)})"
+        raise ValueError(
+            f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is {shown}, but outs[{j}] "
+            f"is {declared}. Write outs=lambda {arguments}: {new_outs}."
+        )
+
+    def _check_in_out_parameters(self, call: _CallParams) -> None:
+        """Raise an error if the kernel has one more parameter for the output of each in-out argument."""
+        n_in = len(call.ins)
+        extra = self.parameters[n_in:][: len(self.in_outs)]
+        if not extra or len(self.parameters) != n_in + len(call.outs):
+            return
+        parameters = inspect.signature(_py_func(self.kernel)).parameters
+        if all(parameters[name].default is inspect.Parameter.empty for name in extra):
+            in_outs = ", ".join(map(repr, self.in_outs))
+            dropped = ", ".join(map(repr, extra))
+            raise TypeError(
+                f"{self.title}: an in-out argument is its own output. {in_outs} is listed in in_out_argnames, and the "
+                f"kernel also has a parameter {dropped}. Drop {dropped}, and write to {in_outs}."
+            )
 
 
-def _never_stored_error(title: str, name: str, store: str, returns: str = "") -> TypeError:
-    """Return the error for an output, or an in-out argument, to which a kernel never stores."""
-    fix = f"Write `{store}`"
-    if returns:
-        fix += f", or remove the parameter {name!r} and {returns}"
+def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
+    """Return the error text if output j cannot start with the value of input i; otherwise an empty string."""
+    if i not in range(len(ins)):
+        return f"there is no input {i!r}. The inputs are {_numbered_specs(ins)}."
+    if j not in range(len(outs)):
+        return f"there is no output {j!r}. The outputs are {_numbered_specs(outs)}."
+    if i in aliases:
+        return f"an input can start one output, and input {i} starts output {aliases[i]}. Remove one of the two."
+    if j in aliases.values():
+        return f"an output can start from one input, and output {j} has one already. Remove one of the two."
+    if _format_spec(ins[i]) != _format_spec(outs[j]):
+        return (
+            "an output that starts from an input has the same shape and dtype. Input "
+            f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
+        )
+    return ""
+
+
+def _numbered_specs(specs: Sequence[Spec]) -> str:
+    """Return specs with their indices, such as "0: float32[3], 1: int32[]"."""
+    return ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
+
+
+def _never_stored_error(title: str, name: str, store: str, returns: str = "", is_in_out: bool = False) -> TypeError:
+    """Return the error for an output, or an in-out argument, to which a kernel never stores.
+
+    Args:
+      title: the kernel, for example "numba_kernel 'f'".
+      name: the parameter.
+      store: a statement that stores to it, such as `out[:] = ...`.
+      returns: the fix if the kernel returns a value beside an `out` parameter, such as "return the value only".
+      is_in_out: whether the parameter is an in-out argument.
+    """
+    kind = "in-out argument" if is_in_out else "output"
+    alternative = f", or remove the parameter {name!r} and {returns}" if returns else ""
     return TypeError(
-        f"{title} never stores to {name!r}. `{name} = ...` only creates a local variable. {fix}. "
-        "If zeros are what you want, set zero_outputs=True."
+        f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
+        f"Write `{store}`{alternative}. If {'the old values' if is_in_out else 'zeros'} are what you want, pass "
+        "zero_outputs=True."
     )
 
 
@@ -3822,7 +4215,7 @@ class _CudaKernel(_CudaWrapper):
     def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
         grid = self.options.grid
         block = self.options.block
-        dims = self._for_inputs("launch_dims", ins)
+        dims = self._option_value("launch_dims", ins)
         if dims is not None:
             rank = len(dims) if isinstance(dims, (tuple, list)) else 1
             block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
@@ -4454,16 +4847,16 @@ class _WarpKernel(_Wrapper):
         self.by_values = _BoundedCache({(): self})  # this kernel with other values
         self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
 
-    def _input_number(self, key: Any, n_in: int) -> int:
+    def _input_index(self, key: Any, n_in: int) -> int:
         name = dict(enumerate(self.params)).get(key, key)  # a number counts all arguments of a call, values too
-        return super()._input_number(name, n_in)
+        return super()._input_index(name, n_in)
 
     # -- from a call to its inputs ---------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not named and not self.by_value_names and types.NoneType not in map(type, args):
             return self._call_inputs(args)
-        arguments = self._bound(args, named)
+        arguments = self._bind_arguments(args, named)
         valued = [name for name, x in arguments.items() if name in self.by_value_names or x is None]
         values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
         key = tuple([(name, _value_key(x)) for name, x in values.items()])
@@ -4473,13 +4866,17 @@ class _WarpKernel(_Wrapper):
     # A pickle by value would have all of the kernel's module, which is then there twice.
     _reduce_without_module = _PickledByReference._reduce_without_module
 
-    def _for_inputs(self, what: str, ins: Sequence[Spec]) -> Any:
+    @property
+    def _call_parameters(self) -> Sequence[str]:
+        return list(self.params)
+
+    def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
         """An option, which may be a callable of all that the call got, values included."""
         arguments: list[Any] = [*ins]
         names = [*self.params]
         for name, value in self.values.items():  # in the kernel's order
             arguments.insert(names.index(name), value)
-        return super()._for_inputs(what, arguments)
+        return super()._option_value(what, arguments)
 
     # -- from a call to a target -----------------------------------------------------------------------
 
@@ -4509,13 +4906,13 @@ class _WarpKernel(_Wrapper):
         specs = call.ins + call.outs
         arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for (name, field), k in buffers.items()]
         launch_dims = self._launch_dims(user_ins, {name: dims for name, *_, dims in arrays})
-        in_place = ", if it changes nothing in place" if call.aliases else ""
+        in_place = ", if the kernel changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
             where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative="" if options.differentiable else f"say differentiable=True for reverse mode{in_place}, or ",
+            derivative="" if options.differentiable else f"Pass differentiable=True for reverse mode{in_place}. ",
             kernel=self.kernel,
             values=self.values,
             key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
@@ -4536,7 +4933,7 @@ class _WarpKernel(_Wrapper):
 
     def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The dimensions of a launch, by default those of the arrays; if it is tiled, of its blocks."""
-        launch_dims = self._for_inputs("launch_dims", user_ins)
+        launch_dims = self._option_value("launch_dims", user_ins)
         launch = f"launch_dims={launch_dims}"
         is_missing = launch_dims is None
         if is_missing:
@@ -4570,8 +4967,8 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _leaves(self, outs: list[Spec], *args: Any) -> list:
-        plain = functools.partial(super()._leaves, outs)
+    def _flat_results(self, outs: list[Spec], *args: Any) -> list:
+        plain = functools.partial(super()._flat_results, outs)
         if not self.options.differentiable:
             return plain(*args)
 
@@ -5282,7 +5679,7 @@ class XLACustomKernel(_PickledByReference):
             ins, is_traced = _convert_inputs(ins, self.title)
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
-            outs = _call_with_specs(outs, f"{self.title}: outs", *avals)
+            outs = _call_with_specs(outs, self.title, "outs", avals)
         key = _outs_key(outs), backend, _params_key(params) if params else ()
         try:
             op_params = self._calls[key]
@@ -6252,7 +6649,7 @@ def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
 def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
     """Lower the kernel of the backend for the platform that JAX compiles for."""
     op = op_params.op
-    platform = _platform_name(_platforms(ctx)[0])
+    platform = _platform_name(_lowering_platforms(ctx)[0])
     entry = op._select_entry(platform, op_params.backend)
     op._lowered[platform, op_params.backend] = entry
     return _lower(functools.partial(op_params.run, entry), ctx, ins)
@@ -6464,11 +6861,6 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
     vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]  # a tangent is batched like its primal
     outputs, tangents_out = _vmap_rule(jvp_of_slice, vmaps, primals, tangents)
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
-
-
-def _zero_tangent(x: Any) -> Any:
-    """Return a symbolic zero tangent of an array."""
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
