@@ -38,7 +38,7 @@ A map of this file:
     12 Backends          one row each, and the self-check
 
 A call: `_Wrapper.__call__` -> `jax.jit` -> `_Wrapper._trace` -> `_Wrapper._resolve` -> `_NumbaKernel._find_target` ->
-`_TargetRegistry.find_or_compile`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes
+`_TargetRegistry.numba_target_name`, which compiles it (`_compile_numba` -> `_Handler`, for which `_NumbaEmitter` writes
 what runs a slice), names and registers it -> `_CallParams.bind` -> `_call_lowering` -> XLA -> the code of `_Handler`
 and `_BatchScheduler`.
 An op under grad of vmap: `XLACustomKernel.__call__` -> `_OpParams.trace` -> `_op_batching`, which records the vmap ->
@@ -263,59 +263,134 @@ def _devices_to_split_over(ctx: Any) -> int:
 
 
 # ======================================================================================================
-# 2. The C structs of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
-# XLA adds fields at the end of a struct only, so these fit every later jaxlib (test_mirrored_structs_equal_the_header).
-# A new major version may change anything: XLA refuses a handler that reports another one.
+# 2. C structs: the part of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
+#
+# Each struct has its C name, and its fields have the C names and the C order.  XLA adds fields only at the end of a
+# struct, so these declarations fit every later jaxlib (test_mirrored_structs_equal_the_header).  If the major version
+# of the API changes, everything may change: XLA rejects a handler that reports another major version than its own.
 
-_API_MAJOR = 0
-
-_PTR = ctypes.c_void_p
+_PTR = ctypes.c_void_p  # a pointer of any type
 _I64 = ctypes.c_int64
-_I32 = ctypes.c_int32
+_I32 = ctypes.c_int32  # also C enums
 _SIZE = ctypes.c_size_t
-_STAGE_EXECUTE = 3
-_EXTENSION_METADATA = 1
-_ERROR_INTERNAL = 13
-_COMMAND_BUFFER_COMPATIBLE = 1
+
+_API_MAJOR = 0  # XLA_FFI_API_MAJOR
+_STAGE_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_EXTENSION_METADATA = 1  # XLA_FFI_Extension_Metadata
+_ERROR_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_COMMAND_BUFFER_COMPATIBLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE: CUDA graphs can capture the handler
 
 
 def _struct(**fields: Any) -> Any:
+    """Return a ctypes struct with these fields."""
     return type("Struct", (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
 def _sized_struct(**fields: Any) -> Any:
-    """A struct that begins with its own size and a list of extensions, as nearly all do."""
-    return _struct(struct_size=_SIZE, extension_start=_PTR, **fields)
+    """Return a ctypes struct that begins with the two fields that nearly all structs of XLA begin with."""
+    return _struct(
+        struct_size=_SIZE,  # of this struct, in bytes
+        extension_start=_PTR,  # a linked list of `XLA_FFI_InternalExtension`, or 0
+        **fields,
+    )
 
+
+# -- registration: XLA calls the handler once with an extension of type _EXTENSION_METADATA --
 
 XLA_FFI_InternalExtension = _struct(struct_size=_SIZE, type=_I32, next=_PTR)
 XLA_FFI_Api_Version = _sized_struct(major_version=_I32, minor_version=_I32)
 XLA_FFI_Metadata = _struct(struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
 XLA_FFI_Metadata_Extension = _struct(
-    extension_base=XLA_FFI_InternalExtension, metadata=ctypes.POINTER(XLA_FFI_Metadata)
-)
-XLA_FFI_Buffer = _sized_struct(dtype=_I32, data=_PTR, rank=_I64, dims=_PTR)
-XLA_FFI_Array = _struct(dtype=_I32, size=_SIZE, data=_PTR)
-XLA_FFI_Args = _sized_struct(size=_I64, types=_PTR, args=_PTR)
-XLA_FFI_Rets = _sized_struct(size=_I64, types=_PTR, rets=_PTR)
-XLA_FFI_Attrs = _sized_struct(size=_I64, types=_PTR, names=_PTR, attrs=_PTR)
-XLA_FFI_Error_Create_Args = _sized_struct(message=_PTR, errc=_I32)
-XLA_FFI_Error_Destroy_Args = _sized_struct(error=_PTR)
-XLA_FFI_ThreadPool_Schedule_Args = _sized_struct(ctx=_PTR, task=_PTR, data=_PTR)
-XLA_FFI_ThreadPool_NumThreads_Args = _sized_struct(ctx=_PTR, num_threads=_PTR)
-XLA_FFI_Stream_Get_Args = _sized_struct(ctx=_PTR, stream=_PTR)
-XLA_FFI_DeviceOrdinal_Get_Args = _sized_struct(ctx=_PTR, device_ordinal=_I32)
-_API_FUNCTIONS = (
-    "Error_Create Error_GetDetails Error_Destroy Handler_Register Stream_Get Type_Register InvokeContext_Get "
-    "State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule ThreadPool_NumThreads "
-    "Future_Create Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get"
-).split()
-XLA_FFI_Api = _sized_struct(
-    api_version=XLA_FFI_Api_Version, internal_api=_PTR, **{f"XLA_FFI_{name}": _PTR for name in _API_FUNCTIONS}
+    extension_base=XLA_FFI_InternalExtension,
+    metadata=ctypes.POINTER(XLA_FFI_Metadata),  # the handler writes its version and its traits here
 )
 
-XLA_FFI_CallFrame = _sized_struct(
-    api=ctypes.POINTER(XLA_FFI_Api), ctx=_PTR, stage=_I32, args=XLA_FFI_Args, rets=XLA_FFI_Rets, attrs=XLA_FFI_Attrs
+# -- the inputs, outputs and attributes of a call --
+
+XLA_FFI_Buffer = _sized_struct(
+    dtype=_I32,
+    data=_PTR,
+    rank=_I64,
+    dims=_PTR,  # int64[rank]
+)
+XLA_FFI_Array = _struct(  # the value of an attribute, such as `launch`
+    dtype=_I32,
+    size=_SIZE,  # number of elements
+    data=_PTR,
+)
+XLA_FFI_Args = _sized_struct(
+    size=_I64,  # number of inputs
+    types=_PTR,
+    args=_PTR,  # XLA_FFI_Buffer*[size]
+)
+XLA_FFI_Rets = _sized_struct(
+    size=_I64,  # number of outputs, including scratch
+    types=_PTR,
+    rets=_PTR,  # XLA_FFI_Buffer*[size]
+)
+XLA_FFI_Attrs = _sized_struct(
+    size=_I64,
+    types=_PTR,
+    names=_PTR,
+    attrs=_PTR,  # void*[size]
+)
+
+# -- the arguments of API functions: `XLA_FFI_Error* function(arguments*)`; `ctx` is the one of the call frame --
+
+XLA_FFI_Error_Create_Args = _sized_struct(
+    message=_PTR,  # a C string, which XLA copies
+    errc=_I32,
+)
+XLA_FFI_Error_Destroy_Args = _sized_struct(error=_PTR)
+XLA_FFI_ThreadPool_Schedule_Args = _sized_struct(
+    ctx=_PTR,
+    task=_PTR,  # a function that XLA calls with `data` on a thread of its pool
+    data=_PTR,
+)
+XLA_FFI_ThreadPool_NumThreads_Args = _sized_struct(
+    ctx=_PTR,
+    num_threads=_PTR,  # int64*, a result
+)
+XLA_FFI_Stream_Get_Args = _sized_struct(
+    ctx=_PTR,
+    stream=_PTR,  # a result
+)
+XLA_FFI_DeviceOrdinal_Get_Args = _sized_struct(
+    ctx=_PTR,
+    device_ordinal=_I32,  # a result
+)
+
+XLA_FFI_Api = _sized_struct(
+    api_version=XLA_FFI_Api_Version,
+    internal_api=_PTR,
+    # The addresses of the API functions, in XLA's order:
+    XLA_FFI_Error_Create=_PTR,
+    XLA_FFI_Error_GetDetails=_PTR,
+    XLA_FFI_Error_Destroy=_PTR,
+    XLA_FFI_Handler_Register=_PTR,
+    XLA_FFI_Stream_Get=_PTR,
+    XLA_FFI_Type_Register=_PTR,
+    XLA_FFI_InvokeContext_Get=_PTR,
+    XLA_FFI_State_Set=_PTR,
+    XLA_FFI_State_Get=_PTR,
+    XLA_FFI_DeviceMemory_Allocate=_PTR,
+    XLA_FFI_DeviceMemory_Free=_PTR,
+    XLA_FFI_ThreadPool_Schedule=_PTR,
+    XLA_FFI_ThreadPool_NumThreads=_PTR,
+    XLA_FFI_Future_Create=_PTR,
+    XLA_FFI_Future_SetAvailable=_PTR,
+    XLA_FFI_Future_SetError=_PTR,
+    XLA_FFI_RunId_Get=_PTR,
+    XLA_FFI_DeviceOrdinal_Get=_PTR,
+)
+
+XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
+    api=ctypes.POINTER(XLA_FFI_Api),
+    ctx=_PTR,  # XLA_FFI_ExecutionContext*
+    stage=_I32,
+    args=XLA_FFI_Args,
+    rets=XLA_FFI_Rets,
+    attrs=XLA_FFI_Attrs,
 )
 
 
@@ -354,11 +429,15 @@ _COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("tar
 def _native_lock(name: str) -> int:
     """Return the address of a lock for machine code, which all copies of this file share.
 
-    The lock is CPython's PyThread_type_lock, which can be taken without the GIL.
+    The lock is CPython's PyThread_type_lock, because a thread can acquire it without the GIL.
     """
-    allocate = ctypes.pythonapi.PyThread_allocate_lock
-    allocate.restype = _PTR
-    return _PROCESS_STATE.setdefault(name, allocate())  # atomic: if two threads allocate, the first lock is used
+    if name not in _PROCESS_STATE:
+        allocate = ctypes.CFUNCTYPE(_PTR)(("PyThread_allocate_lock", ctypes.pythonapi))
+        address = allocate()
+        if not address:
+            raise MemoryError(f"CPython cannot allocate a lock for machine code ({name}).")
+        _PROCESS_STATE.setdefault(name, address)  # atomic: if two threads allocate a lock, both use the first one
+    return _PROCESS_STATE[name]
 
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
@@ -522,7 +601,7 @@ def _exact_text(value: Any) -> str | None:
         return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}"  # a pickle tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
         return f"{kind.__name__} of {len(value)}"  # the items have lines of their own (`_with_parts`)
-    if kind in (set, frozenset):  # options, such as those of fastmath
+    if kind in (set, frozenset) and all(type(item) in _LITERAL_TYPES for item in value):  # such as fastmath={"nnan"}
         return f"{kind.__name__} {sorted(map(repr, value))}"
     if _is_plain_array(value) and _is_embedded_by_numba(value):
         return f"{_inexact_text(value)} {hashlib.blake2b(value.tobytes()).hexdigest()}"
@@ -563,8 +642,10 @@ def _is_embedded_by_numba(array: np.ndarray) -> bool:
 
 def _is_reusable(kernel: Any) -> bool:
     """Return whether kernels with the fingerprint of this one can share its machine code."""
-    if not isinstance(kernel, types.FunctionType) and getattr(kernel, "overloads", True):
-        return False  # compiled before, maybe with other captured values; a ufunc has no overloads that show this
+    if not isinstance(kernel, types.FunctionType):
+        may_be_compiled = getattr(kernel, "overloads", True)  # a ufunc does not tell, so assume that it is compiled
+        if may_be_compiled:
+            return False  # the machine code may contain other captured values
     return not vars(_py_func(kernel))  # attributes, such as __wrapped__, are not part of a fingerprint
 
 
@@ -583,12 +664,15 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`.  The prefix is the user's `name=`, or `<module>.<kernel>`.
 # A registered name is permanent, and unique in the process.  There are two naming schemes:
 #
-#     Numba   Compile first, then name.  If no kernel with an equal fingerprint has a target, `find_or_compile` compiles
-#             the kernel.  Then the text of the fingerprint is hashed.  If another kernel has the same text, but other
-#             identities, the name gets a number: `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
-#     Warp    Name by content.  Warp hashes each kernel, and compiles kernels with equal hashes only once.  So this
-#             hash, the options and the layout of a launch decide the name.  If a handler of this content exists,
-#             `find_or_register` returns its name, otherwise it compiles a handler.
+#     Numba   The fingerprint decides.  Kernels with equal fingerprints share a target, and its text is hashed.  If a
+#             kernel has the same text as another one, but other identities, its name gets a number:
+#             `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
+#     Warp    The content decides.  Warp hashes each kernel, and compiles kernels with equal hashes only once.  So this
+#             hash, the options and the layout of a launch decide the target.
+#
+# Locks, in the order in which a thread acquires them:
+#     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
+#     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
@@ -632,12 +716,23 @@ class _Specialization(NamedTuple):
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
 
+    def hashed_name(self, kernel_text: str) -> str:
+        """Return the target name without a number."""
+        parts = [self.platform, str(self.signature), self.launch_layout]
+        if not self.requested_name:  # with `name=`, an exported program finds the kernel even if it was edited
+            parts += [str(self.signature.zeroed), kernel_text, *map(str, self.options)]
+        prefix = self.requested_name or f"{__name__}.{self.signature.label}"
+        return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
+
+
+# Compiles a kernel and its handler.  Returns None if another process will run the program, and this one only lowers it.
+_CompileHandler = Callable[[], "_CompiledHandler | None"]
+
 
 class _TargetRegistry:
     """The target names of all kernels of this module.
 
-    If several threads look up a new kernel, one of them compiles it, and the others wait for `compile_lock`.  A thread
-    that chooses a name holds `_REGISTRY_LOCK`, because names are unique among all copies of this file.
+    If several threads look up a new kernel, one of them compiles it, and the others wait for it.
     """
 
     def __init__(self) -> None:
@@ -650,20 +745,19 @@ class _TargetRegistry:
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
         self.compile_lock = threading.RLock()  # Numba compiles on one thread at a time, too
 
-    def find_or_compile(
+    def numba_target_name(
         self,
         wrapper: Any,
         specialization: _Specialization,
-        compile_kernel: Callable[[], _CompiledHandler | None],
+        compile_handler: _CompileHandler,
         freezes_globals: bool = True,
     ) -> str:
-        """Return the target name of a Numba kernel.  If it has none, reuse an equal kernel's, or compile and register.
+        """Return the target name of a Numba kernel.  Compile and register the kernel if no equal one is registered.
 
         Args:
           wrapper: the `_Wrapper` of the kernel.
           specialization: the `_Specialization` that the call needs.
-          compile_kernel: a function that compiles the kernel.  It returns None if another process will run the program,
-            and this process only lowers it.
+          compile_handler: a `_CompileHandler`.
           freezes_globals: False if Python reads globals on each run, in callables and in Numba's simulator.  Then no
             other kernel shares the target.  Default True.
         """
@@ -675,79 +769,86 @@ class _TargetRegistry:
         if specialization not in names:
             with self.compile_lock:
                 if specialization not in names:  # otherwise another thread has compiled the kernel in the meantime
-                    name = self._reuse_or_compile(kernel, specialization, compile_kernel, freezes_globals)
-                    names[specialization] = name
+                    is_shared = freezes_globals and _is_reusable(kernel)
+                    find_name = self._shared_name if is_shared else self._own_name
+                    names[specialization] = find_name(kernel, specialization, compile_handler)
         return names[specialization]
 
-    def _reuse_or_compile(
-        self,
-        kernel: Any,
-        specialization: _Specialization,
-        compile_kernel: Callable[[], _CompiledHandler | None],
-        freezes_globals: bool,
-    ) -> str:
-        """Return the target name of an equal kernel.  If there is none, compile and register this kernel."""
+    def _own_name(self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
+        """Compile and register a kernel whose target no other kernel can share, and return the target name."""
+        return self._compile_and_register(specialization, compile_handler, _fingerprint(kernel).text)
+
+    def _shared_name(self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
+        """Return the target name of the kernels that are equal to this one.  The first one is compiled."""
         fingerprint = _fingerprint(kernel)
-        if not (freezes_globals and _is_reusable(kernel)):
-            return self._register(specialization, compile_kernel(), fingerprint.text)
         key = specialization, fingerprint, _first_overloads(kernel)
         if key not in self.names_by_fingerprint:
-            name = self._register(specialization, compile_kernel(), fingerprint.text)
+            name = self._compile_and_register(specialization, compile_handler, fingerprint.text)
             key = specialization, fingerprint, _first_overloads(kernel)  # by now Numba has compiled the helpers
             self.names_by_fingerprint[key] = name
         return self.names_by_fingerprint[key]
 
-    def find_or_register(self, specialization: _Specialization, compile_handler: Callable[[], _CompiledHandler]) -> str:
-        """Return the target name of a Warp kernel.  If it has none, compile and register its handler.
+    def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
+        """Return the target name of a Warp kernel.  Compile and register its handler if there is none of its content.
 
         The caller holds `_WARP_LOCK`.
         """
         if specialization not in self.names_by_content:
-            self.names_by_content[specialization] = self._register(specialization, compile_handler())
+            name = self._compile_and_register(specialization, compile_handler)
+            self.names_by_content[specialization] = name
         return self.names_by_content[specialization]
 
-    def _register(self, specialization: _Specialization, compiled: _CompiledHandler | None, *kernel_text: str) -> str:
-        """Register a handler under an unused target name, and return the name.
+    def _compile_and_register(
+        self, specialization: _Specialization, compile_handler: _CompileHandler, kernel_text: str = ""
+    ) -> str:
+        """Compile a handler, register it under an unused target name, and return the name.
 
-        The name is reserved last.  If the registration fails, the name stays free for another attempt.
+        The name is reserved last.  If the compilation or the registration fails, the name stays free.
         """
-        signature, options, platform, requested_name, launch_layout = specialization
-        hashed = [str(signature), launch_layout]
-        if not requested_name:  # with `name=`, an exported program finds the kernel even if it was edited
-            hashed += [*kernel_text, *map(str, options)]
-        prefix = requested_name or f"{__name__}.{signature.label}"
-        target_name = f"{prefix}.{_INTERFACE_VERSION}.{_hash(*hashed)}"
+        hashed_name = specialization.hashed_name(kernel_text)
+        _choose_name(hashed_name, specialization)  # raises before the compilation if `name=` is in use
+        compiled = compile_handler()
         with _REGISTRY_LOCK:
-            if requested_name and target_name in _USED_TARGET_NAMES:
-                raise ValueError(
-                    f"A name= stands for one kernel of a process. name={requested_name!r} is in use for {signature}, "
-                    "by another kernel of this process, or by this one with other options or captured values. Pass a "
-                    f"new name, such as name={requested_name + '_2'!r}, or create the kernel and its helpers only once."
-                )
-            target_name = _numbered(target_name, signature.label)
+            target_name, number = _choose_name(hashed_name, specialization)  # other threads may have used names
             if compiled is not None:
-                _register_with_xla(target_name, platform, compiled)
+                _register_with_xla(target_name, specialization.platform, compiled)
             _USED_TARGET_NAMES.add(target_name)
-            if requested_name:
+            if specialization.requested_name:
                 self.exportable_names.add(target_name)
+        if number == _MANY_COMPILATIONS:
+            _warn_of_many_compilations(specialization.signature.label, number)
         return target_name
 
 
-def _numbered(target_name: str, label: str) -> str:
-    """Return the target name; if it is in use, return the first of `<name>.2`, `<name>.3`, ... that is not."""
-    numbered = target_name
+def _choose_name(hashed_name: str, specialization: _Specialization) -> tuple[str, int]:
+    """Return the first of `<hashed name>`, `<hashed name>.2`, `<hashed name>.3`, ... that is unused, and its number.
+
+    Raises:
+      ValueError: if the user requested the name, and it is in use.
+    """
+    target_name = hashed_name
     number = 1
-    while numbered in _USED_TARGET_NAMES:
+    requested_name = specialization.requested_name
+    while target_name in _USED_TARGET_NAMES:
+        if requested_name:
+            raise ValueError(
+                f"A name= stands for one kernel of a process. name={requested_name!r} is in use for "
+                f"{specialization.signature}, by another kernel of this process, or by this one with other options or "
+                f"captured values. Choose a new name, such as name={requested_name + '_2'!r}, or restart Python if you "
+                "have edited the kernel."
+            )
         number += 1
-        numbered = f"{target_name}.{number}"
-    if number == _MANY_COMPILATIONS:
-        warnings.warn(
-            f"Kernel {label!r} was compiled {number} times from the same code, because it, or an object that it "
-            "captures, was created again each time. A compilation takes about 75 ms, and 1 MB that is never freed. "
-            "Create the kernel and its helpers once, outside of the function that calls it.",
-            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
-        )
-    return numbered
+        target_name = f"{hashed_name}.{number}"
+    return target_name, number
+
+
+def _warn_of_many_compilations(label: str, number: int) -> None:
+    warnings.warn(
+        f"Kernel {label!r} was compiled {number} times from the same code, because it, or an object that it captures, "
+        "was created again each time. A compilation takes about 75 ms, and 1 MB that is never freed. Create the kernel "
+        "and its helpers once, outside of the function that calls it.",
+        skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+    )
 
 
 _MANY_COMPILATIONS = 50
@@ -778,8 +879,11 @@ class _Target:
     def __repr__(self) -> str:
         return f"{self.name}{self.launch}"
 
-    def registered_for(self, platform: str, has_batch: bool = False) -> _Target:
-        """Return the target that runs the call on a platform.  On a GPU, also prepare a single launch for a batch.
+    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
+        """Prepare a call for a platform, and return the target that the lowered program calls.
+
+        A Numba kernel was registered when its call was traced, so this method returns `self`.  If there is a batch on a
+        GPU, the method compiles a single launch for it.  `_WarpTarget` overrides it to record and register a launch.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
@@ -1088,7 +1192,7 @@ def _lower_to_custom_call(
     An alias lets XLA save a copy; it is the handler that makes sure that the output starts with the input.
     """
     platform, *_ = _platforms(ctx)  # cpu and cuda have rules of their own, and no other has kernels
-    target = call.target.registered_for(platform, bool(call.batch))
+    target = call.target.prepare_lowering(platform, bool(call.batch))
     # A fusion with what makes an aliased operand could not work in its memory: `kernel(v.at[i].set(2.0), i)` in a loop
     # over 20 MB took 1,400 us a step for 1 (CPU, jax 0.12).  GPUs gain nothing, and would copy slices that are fused.
     if platform == "cpu" and call.aliases:
@@ -1404,7 +1508,7 @@ class _Wrapper(_PickledByReference):
     """A kernel as a JAX function.
 
     A backend gives `_find_target`: it checks dtypes and arguments, and names what runs a call, which it compiles where
-    there is a device of the platform (Warp in `_WarpTarget.registered_for`).  It may override `__call__` and `_leaves`,
+    there is a device of the platform (Warp in `_WarpTarget.prepare_lowering`).  It may override `__call__`, `_leaves`
     and the small methods that name parameters or look at options.
     """
 
@@ -2734,7 +2838,7 @@ class _NumbaKernel(_NumbaWrapper):
             return _compile_numba(self._dispatcher(), signature, forms, self.options.in_order, check)
 
         specialization = _Specialization(signature, options, "cpu", self.options.name)
-        name = _REGISTRY.find_or_compile(self, specialization, compile_kernel)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_kernel)
         where = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
@@ -3778,7 +3882,7 @@ class _CudaWrapper(_NumbaWrapper):
         compile_here = functools.partial(compile_kernel, signature)
         options = "cuda", package.module, *options
         specialization = _Specialization(signature, options, platform, self.options.name)
-        name = _REGISTRY.find_or_compile(self, specialization, compile_here, freezes_globals)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_here, freezes_globals)
         return _Target(name, platform=platform, title=self.title, where=_CUDA_WHERE)
 
 
@@ -3816,7 +3920,7 @@ class _CudaKernel(_CudaWrapper):
         target = self._target_of(package, call, compile_kernel, *options, freezes_globals=freezes_globals)
         target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
         if self.options.name and not in_order:  # for exported programs, whose process may lower no batch
-            target.registered_for(package.platform, has_batch=True)
+            target.prepare_lowering(package.platform, has_batch=True)
         return target
 
     def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
@@ -4529,9 +4633,9 @@ class _WarpKernel(_Wrapper):
         )
         platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and not target.is_noop:
-            target.registered_for(platform)
+            target.prepare_lowering(platform)
             if options.name:  # for exported programs, whose process may lower no batch
-                target.registered_for(platform, has_batch=True)
+                target.prepare_lowering(platform, has_batch=True)
         return target
 
     def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -4798,7 +4902,7 @@ def _placeholder_pointer(k: int) -> int:
 class _WarpTarget(_Target):
     """What Warp must know to record a launch of a kernel, or of its adjoint.
 
-    `name` is for messages; `registered_for` returns a `_Target` with the registered name.
+    `name` is for messages; `prepare_lowering` returns a `_Target` with the registered name.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -4814,14 +4918,14 @@ class _WarpTarget(_Target):
     in_order: bool
     is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
 
-    def registered_for(self, platform: str, has_batch: bool = False) -> _Target:
+    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
         """Record a launch, and register what starts it."""
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{n}" for n in _cuda_ordinals()]}.get(platform)
         if not devices:
-            return super().registered_for(platform)  # raises
+            return super().prepare_lowering(platform)  # raises
         if platform == "cuda" and has_batch:
             with _log_per_slice_fallback(self.title):
-                return self._in_z().registered_for(platform)
+                return self._in_z().prepare_lowering(platform)
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:  # Warp may leave another device's context current
             emitter = _WarpEmitter(self, [self._record(wp, device) for device in devices])
@@ -4834,7 +4938,7 @@ class _WarpTarget(_Target):
                 _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
                 return _compile_handler(self.signature, emitter)
 
-            name = _REGISTRY.find_or_register(specialization, compile_handler)
+            name = _REGISTRY.warp_target_name(specialization, compile_handler)
         return _Target(name, emitter.launch, platform=platform, title=self.title, where=self.where)
 
     def _in_z(self) -> _WarpTarget:
