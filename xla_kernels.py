@@ -1721,8 +1721,8 @@ class _Signature(NamedTuple):
 class _SliceArray(NamedTuple):
     """One buffer of a slice, in row-major order, as values of the generated code."""
 
-    pointer: _Int64
-    dims: list[_Int64]
+    pointer: Any  # an `_Int64`
+    dims: list[Any]  # of `_Int64`
     itemsize: int  # bytes of an element
 
     def strides(self, unit: int) -> list[Any]:
