@@ -673,6 +673,7 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
+# `_CudaBatch.lock` is held while a kernel is compiled once more for batches, and no other lock of this file with it.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
@@ -2072,6 +2073,7 @@ def _load_code(code: bytes) -> Any:
 #         run_batch                         computes strides and inner loops, and chooses one of three ways:
 #             run_range                     on this thread: for one slice, or if the slices must run in order
 #             run_parallel                  on several threads: if an earlier call showed that this pays off
+#                 allocate_shared_batch     allocates the state that the threads share
 #                 worker_loop               on each thread: claims chunks of slices and runs them
 #                     run_range
 #             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
