@@ -2414,8 +2414,9 @@ def _batch_scheduler() -> Any:
 
 _HANDLER_CODE: dict[tuple, bytes] = {}  # {(signature without label, emitter.code_key): object code}
 
-# Zeroed outputs of many slices are set to zeros in blocks of about this size, so that they are in the CPU's cache when
-# the slices run.  Slices in order, 64 x 100,000 floats: ZEROED_TIMES
+# The zeroed outputs of many slices are set to zeros in blocks of about this size, so that they are still in the CPU's
+# cache when the slices run.  For 64 slices of 100,000 float32, zeros cost 8 to 17% of the time of `out[i] = x[i] + y[i]`.
+# If all slices were zeroed at once, they would cost 50 to 70%.
 _ZEROED_BLOCK_NBYTES = 1 << 17
 
 # Constants of Linux and its C libraries:
