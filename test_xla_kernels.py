@@ -1926,6 +1926,97 @@ def test_no_input_is_copied():
         assert 0 <= copied_bytes(jax.jit(kernel), *specs) < 1000
 
 
+# -- new outputs start from zeros ------------------------------------------------------------------------
+
+
+def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1, dirty=7.0):
+    """Call a wrapper's target so that the memory of each output holds `dirty` when the handler starts.
+
+    The kernel has an unused input for each output, and then the inputs `operands`.  XLA aliases the outputs to the
+    unused inputs, although the kernel's signature has no aliases.
+    """
+    unused = [jnp.full_like(operands[0], dirty)] * n_outs
+    specs = [spec(*x.shape[len(batch) :]) for x in (*unused, *operands)]
+    outs = [spec(*x.shape) for x in unused]
+    aliases = {j: j for j in range(n_outs)}
+    call = jax.ffi.ffi_call(target_of(wrapper, *specs), outs, input_output_aliases=aliases)
+    return [np.asarray(out) for out in jax.jit(call)(*unused, *operands)]
+
+
+READS_OUTPUT = {  # bodies of kernels that read outputs before they store to them, or store to some elements only
+    "conditional store": "for i in range(x.size):\n        if x[i] > 0: out[i] = x[i]",
+    "split read-modify-write": "for i in range(x.size):\n        t = out[i]\n        t += x[i]\n        out[i] = t",
+    "running maximum": "for i in range(x.size):\n        t = out[0]\n        if t < x[i]: out[0] = x[i]",
+    "sort": "out[0] = x[0]\n    out.sort()",
+    "np.where": "out[:] = np.where(x > 0, out + x, out)",
+}
+DIRTY_BATCHES = {  # batch dimensions, size of a slice, options
+    "no batch": ((), 5, {}),
+    "one slice": ((1,), 5, {}),
+    "an empty batch": ((2, 0), 5, {}),
+    "empty slices": ((3,), 0, {}),
+    "nested": ((3, 4), 5, {}),
+    "a serial loop": ((1000,), 16, {}),
+    "several threads": ((64,), 3000, {}),
+    "in order": ((7,), 5, {"vmap_method": "sequential"}),
+    "in order, two slices in a zeroed block": ((3,), 20_000, {"vmap_method": "sequential"}),
+    "in order, a slice larger than a zeroed block": ((3,), 40_000, {"vmap_method": "sequential"}),
+}
+
+
+@pytest.mark.parametrize("way", DIRTY_BATCHES)
+@pytest.mark.parametrize("body", READS_OUTPUT)
+def test_outputs_start_from_zeros_in_each_slice(body, way):
+    batch, size, options = DIRTY_BATCHES[way]
+    if not size and "[0]" in READS_OUTPUT[body]:
+        pytest.skip("the kernel needs an element")
+    kernel = runs(READS_OUTPUT[body], "unused, x, out")
+    wrapper = wrap(kernel, like_first, **options)
+    x = np.random.default_rng(0).normal(size=(*batch, size)).astype(np.float32)
+    expected = np.zeros_like(x)
+    for index in np.ndindex(batch):
+        kernel(None, x[index], expected[index])
+    for _ in range(3):  # the first call measures how long a slice takes, the next ones may use several threads
+        np.testing.assert_array_equal(call_with_dirty_outputs(wrapper, batch, [x]), [expected])
+
+
+@pytest.mark.parametrize("batch", [(), (3, 2)])
+def test_zero_outputs_false_leaves_the_memory_of_outputs_alone(batch):
+    kernel = runs("out[0] = x[0]", "unused, x, out")
+    x = np.ones((*batch, 3), np.float32)
+    for zero_outputs, rest in ((None, 0), (True, 0), (False, 7)):
+        wrapper = wrap(kernel, zero_outputs=zero_outputs)
+        expected = np.full_like(x, rest)
+        expected[..., 0] = 1
+        np.testing.assert_array_equal(call_with_dirty_outputs(wrapper, batch, [x]), [expected])
+
+
+@pytest.mark.parametrize("batch", [(), (1000,)])
+def test_scratch_and_0d_outputs_start_from_zeros(batch):
+    kernel = runs("scratch[()] += x[()]\n    out[()] += 2 * scratch[()]", "unused, unused_too, x, out, scratch")
+    x = np.arange(1.0, 1 + math.prod(batch), dtype=np.float32).reshape(batch)
+    wrapper = wrap(kernel, spec(), scratch=spec())
+    results = call_with_dirty_outputs(wrapper, batch, [x], n_outs=2)
+    np.testing.assert_array_equal(results, [2 * x, x])
+
+
+@pytest.mark.parametrize("batch", [(), (40,)])
+def test_an_aliased_output_beside_a_new_one_is_not_zeroed(batch):
+    kernel = runs("total += x\n    out += total", "total, x, out")
+    wrapper = wrap(kernel, lambda total, x: (total, x), in_out_argnames=["total"])
+    totals = np.full((*batch, 3), 5, np.float32)
+    x = np.arange(totals.size, dtype=np.float32).reshape(totals.shape)
+    function = functools.reduce(lambda f, _: jax.vmap(f), batch, wrapper)
+    np.testing.assert_array_equal(function(totals, x), [totals + x, totals + x])
+    assert (totals == 5).all()
+
+
+def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
+    kernel = numba.njit(runs("out[0] = x[0]"))
+    names = {target_of(wrap(kernel, zero_outputs=zero_outputs), F32) for zero_outputs in (True, False)}
+    assert len({name.split(".")[-1] for name in names}) == 2  # the hashes, without a number behind them
+
+
 # -- aliases, scratch, effects -------------------------------------------------------------------------
 
 
@@ -2155,6 +2246,26 @@ def test_a_kernel_that_cannot_be_registered_takes_no_name(make, monkeypatch):
     assert make(2)(F32)[0] == 3
     with pytest.raises(ValueError, match=r"registered later.*is in use"):
         first(F32)
+
+
+def test_a_name_in_use_is_reported_before_the_kernel_is_compiled():
+    wrap(name="in use before compiling")(F32)
+    with pytest.raises(ValueError, match="'in use before compiling' is in use"):
+        wrap(reads("undefined"), name="in use before compiling")(F32)
+
+
+def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
+        with pytest.raises(MemoryError, match="lock for machine code"):
+            xk._native_lock("a lock of this test")
+    address = xk._native_lock("a lock of this test")
+    assert address and xk._native_lock("a lock of this test") == address
+
+
+def test_only_sets_of_literals_have_a_text_that_is_equal_in_all_processes():
+    assert xk._exact_text({"nnan", "nsz"}) == xk._exact_text({"nsz", "nnan"})
+    assert xk._exact_text({object()}) is None
 
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
