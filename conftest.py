@@ -242,7 +242,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     matrix = next((item.module for item in items if item.originalname == "test_matrix"), None)
     if matrix:
-        left_out = [(cell, matrix.left_out(*cell)) for cell in matrix.possible_cells()]
+        left_out = [(cell, matrix.reason_left_out(*cell)) for cell in matrix.possible_cells()]
         getattr(config, "workeroutput", {})["left out"] = config.stash[LEFT_OUT] = left_out
 
 
