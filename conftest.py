@@ -120,9 +120,7 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "fake driver": Condition(FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
-    "glibc": Condition(
-        hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its floating-point modes, and Numba's omp layer"
-    ),
+    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its modes of floats, and Numba's omp"),
     "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores and POSIX threads"),
     "gcc": Condition(shutil.which("gcc"), "no C compiler", tested=True),
     "brainevent": Condition(installed("brainevent"), "brainevent is not installed", tested=True),
@@ -199,9 +197,8 @@ def computing(request):
         yield
 
 
-PER_SLICE_FALLBACK = (
-    "a batch is a launch for each slice: "  # the log record of `_log_per_slice_fallback`, before a reason
-)
+# The library logs this text before the reason (`_log_per_slice_fallback`).
+PER_SLICE_FALLBACK = "a batch is a launch for each slice: "
 
 
 @pytest.fixture(autouse=True)
