@@ -1,4 +1,4 @@
-"""Devices, what is available, the head of the report, outcomes and the grid of the matrix."""
+"""pytest's configuration: devices, conditions for skips, the report header, outcomes, and the grid of the matrix."""
 
 import collections
 import contextlib
@@ -13,23 +13,23 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
-import string
 import sys
 import typing
 
-# Several CPU devices, for shard_map and pmap; must be set before jax makes its backend.
+# shard_map and pmap need several devices.  JAX reads the flag when it creates its backend.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import jax
 import pytest
 
-pytest_plugins = ("pytester",)  # for the tests of this file
+pytest_plugins = ("pytester",)  # the tests of this file use it
 
 
 def finds_gpu():
-    """Whether JAX will find an NVIDIA GPU: it has a plugin for it, and CUDA's driver lists one."""
+    """Return whether JAX will find an NVIDIA GPU: a JAX plugin for CUDA is installed, and the driver lists a GPU."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     count = ctypes.c_int(0)
     with contextlib.suppress(OSError):
@@ -38,16 +38,16 @@ def finds_gpu():
     return count.value > 0 and any("cuda" in plugin.name for plugin in plugins)
 
 
-# Here and in processes that tests start, the CPU is JAX's default also beside a GPU, which tests that need one choose.
+# The CPU is JAX's default, in this process and in those that tests start.  Tests that need a GPU make it the default.
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if finds_gpu() else "cpu")
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes share the GPU's memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the GPU
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-if SIMULATOR:  # it polls its threads, and each waits that long for its turn
+if SIMULATOR:  # the simulator polls its threads, and each of them waits for the interpreter lock
     sys.setswitchinterval(1e-4)
-FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ
-SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir where numba-cuda is installed, too
+FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ  # test_cuda_fake_driver sets it
+SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir even if numba-cuda is installed
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def devices(platform):
 
 
 def gpu():
-    """The first GPU, or None."""
+    """Return the first GPU, or None."""
     return next(iter(devices("cuda")), None)
 
 
@@ -69,12 +69,12 @@ def installed(package):
 
 @functools.cache
 def distributions():
-    """The version of each that is installed, by its name."""
+    """Return the versions of the installed distributions by name."""
     return {found.name: found.version for found in reversed([*importlib.metadata.distributions()])}
 
 
 def runs_cuda():
-    """Whether Numba CUDA kernels run here: on a GPU, with a package that compiles them, or on the simulator."""
+    """Return whether Numba CUDA kernels run: in the simulator, or on a GPU with a package that compiles them."""
     return SIMULATOR or (gpu() and (installed("numba_cuda_mlir") or installed("numba_cuda")))
 
 
@@ -83,21 +83,23 @@ def warp():
 
 
 def runs_warp_on_cpu():
-    """Whether Warp has its compiler for CPUs, a library of its own that its package may be without."""
-    with contextlib.redirect_stdout(io.StringIO()):  # Warp's first words
+    """Return whether Warp has its compiler for CPUs.  Some builds of the package lack this library."""
+    with contextlib.redirect_stdout(io.StringIO()):  # Warp prints its version and devices
         return warp().is_cpu_available()
 
 
 class Condition(typing.NamedTuple):
-    is_met: typing.Any = True  # or a function that tells
-    reason: str = ""  # of the skip where it is not
-    package: str = "numba"  # which has to be there as well
-    tested: bool = False  # the report's head names it, and --require takes it
-    on_gpu: bool = False  # a test with it computes on the GPU, where there is one
+    """A condition under which tests run.  If it is not met, they are skipped, or fail with --require."""
+
+    is_met: typing.Any = True  # a bool, or a function that returns one
+    reason: str = ""  # of the skip if the condition is not met
+    package: str = "numba"  # must be installed, too
+    tested: bool = False  # listed in the report header and accepted by --require
+    on_gpu: bool = False  # if there is a GPU, tests with this condition compute on it
 
 
 NO_GPU = "JAX has no GPU here"
-CONDITIONS = {  # by the names that the mark `needs` takes
+CONDITIONS = {  # the arguments of the mark `needs`
     "numba": Condition(tested=True),
     "cuda": Condition(runs_cuda, f"{NO_GPU}, or nothing compiles for it", tested=True, on_gpu=True),
     "warp": Condition(runs_warp_on_cpu, "Warp has no compiler for CPUs here", "warp", tested=True),
@@ -105,7 +107,7 @@ CONDITIONS = {  # by the names that the mark `needs` takes
     "pallas": Condition(package="jax.experimental.pallas", tested=True),
     "jax": Condition(package="jax"),
     "gpu": Condition(gpu, NO_GPU, tested=True, on_gpu=True),
-    "no gpu": Condition(lambda: not gpu(), "shows what can be done without a GPU"),
+    "no gpu": Condition(lambda: not gpu(), "tests the behaviour without a GPU"),
     "four devices": Condition(lambda: len(devices("cpu")) >= 4, "JAX has fewer than four CPU devices here"),
     "four gpus": Condition(lambda: len(devices("cuda")) >= 4, "JAX has fewer than four GPUs here", tested=True),
     "warp 1.15": Condition(lambda: "grid_stride" in inspect.signature(warp().kernel).parameters, "older Warp", "warp"),
@@ -113,15 +115,16 @@ CONDITIONS = {  # by the names that the mark `needs` takes
     "numba-cuda": Condition(installed("numba_cuda"), "numba-cuda is not installed"),
     "numba-cuda-mlir": Condition(installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
     "cuda package": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no Numba CUDA", tested=True),
-    "simulator": Condition(SIMULATOR, "other tests start such a process", tested=True),
+    "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
     "compiler": Condition(not SIMULATOR, "the simulator compiles nothing"),
     "fake driver": Condition(FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),
-    "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on another system"),
-    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "its modes of floats, and Numba's omp"),
-    "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "threads share slices on two cores"),
+    "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
+    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its modes of floats, and Numba's omp"),
+    "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores and POSIX threads"),
     "gcc": Condition(shutil.which("gcc"), "no C compiler", tested=True),
     "brainevent": Condition(installed("brainevent"), "brainevent is not installed", tested=True),
+    "scipy": Condition(package="scipy"),
     "tbb": Condition(lambda: "tbb" in distributions(), "tbb is not installed"),
 }
 TESTED = [name for name, condition in CONDITIONS.items() if condition.tested]
@@ -129,7 +132,7 @@ TESTED = [name for name, condition in CONDITIONS.items() if condition.tested]
 
 @functools.cache
 def missing(requirement):
-    """Why something cannot be tested here, or None; that an installed package cannot be imported is an error."""
+    """Return why a condition is not met, or None.  An installed package that cannot be imported is an error."""
     is_met, reason, package, *_ = CONDITIONS[requirement]
     try:
         importlib.import_module(package)
@@ -141,7 +144,7 @@ def missing(requirement):
 
 
 def requirements_of(item):
-    """What a test needs, by its marks `needs(...)`."""
+    """Return the names of the conditions of a test, from its marks `needs(...)`."""
     needed = [requirement for mark in item.iter_markers("needs") for requirement in mark.args]
     if platform_of(needed) == "gpu":
         needed = ["four gpus" if requirement == "four devices" else requirement for requirement in needed]
@@ -149,7 +152,7 @@ def requirements_of(item):
 
 
 def pytest_runtest_setup(item):
-    """The one place where something that is missing becomes a skip, or with --require a failure."""
+    """Skip a test if one of its conditions is not met, or fail with --require.  No test skips itself."""
     for requirement in requirements_of(item):
         if reason := missing(requirement):
             if requirement in item.config.getoption("--require"):
@@ -158,13 +161,13 @@ def pytest_runtest_setup(item):
 
 
 def platform_of(requirements):
-    """ "gpu" or "cpu": where a test with these requirements computes."""
+    """Return the platform on which a test with these conditions computes, "gpu" or "cpu"."""
     return "gpu" if gpu() and any(CONDITIONS[name].on_gpu for name in requirements) else "cpu"
 
 
 @contextlib.contextmanager
 def configured(option, value):
-    """Set an option of JAX for a while, in all threads and in every version of JAX."""
+    """Set an option of JAX in all threads, and restore it.  The context managers of JAX set it in one thread only."""
     before = getattr(jax.config, option)
     jax.config.update(option, value)
     try:
@@ -179,31 +182,47 @@ def x64(on=True):
 
 @contextlib.contextmanager
 def computing_for(requirements):
-    """Make the platform of a test JAX's default."""
+    """Make the platform on which a test computes the default of JAX."""
     if platform_of(requirements) == "cpu":
         yield
-    else:  # XLA would multiply matrices of float32 in TF32, of three digits
+    else:  # by default, XLA multiplies float32 matrices in TF32, which has three digits
         with configured("jax_default_device", gpu()), configured("jax_default_matmul_precision", "highest"):
             yield
 
 
 @pytest.fixture(autouse=True)
 def computing(request):
-    """Tests that need a GPU compute there, all others on the CPU."""
+    """Run tests that need a GPU on the GPU, and all others on the CPU."""
     with computing_for(requirements_of(request.node)):
         yield
 
 
+# The library logs this text before the reason (`_log_per_slice_fallback`).
+PER_SLICE_FALLBACK = "a batch is a launch for each slice: "
+
+
+@pytest.fixture(autouse=True)
+def no_exception_is_taken_for_a_fallback(caplog):
+    """Fail if an unexpected exception turned a batch on a GPU into per-slice launches.
+
+    The library catches it and logs its type.  Tests that expect one clear the log.
+    """
+    caplog.set_level("DEBUG", "xla_kernels")
+    yield
+    texts = [record.getMessage() for record in caplog.get_records("call")]
+    assert not [text for text in texts if re.search(rf"{PER_SLICE_FALLBACK}\w+: ", text)]
+
+
 def pytest_addoption(parser):
     names = {"default": [], "type": lambda names: names.split(",")}
-    parser.addoption("--require", metavar="NAMES", help="fail where one of these is missing, do not skip", **names)
-    parser.addoption("--warnings-are-errors", action="store_true", help="but for those that pyproject.toml ignores")
-    parser.addoption("--outcomes-out", metavar="PATH", help="write which tests passed, and why others were skipped")
+    parser.addoption("--require", metavar="NAMES", help="fail instead of skipping if one of these is missing", **names)
+    parser.addoption("--warnings-are-errors", action="store_true", help="except those that pyproject.toml ignores")
+    parser.addoption("--outcomes-out", metavar="PATH", help="write the outcome of each test as JSON")
     parser.addoption("--grid-out", metavar="PATH", help="append the grid of the matrix, as Markdown")
 
 
 def pytest_configure(config):
-    """Refuse names that --require does not know, which would require nothing, and filter warnings."""
+    """Reject names that --require does not know, because they would require nothing, and filter warnings."""
     for name in config.getoption("--require"):
         if name not in TESTED:
             raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join(TESTED)}")
@@ -231,36 +250,36 @@ def versions():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Beside a GPU a few, as each has a CUDA context there."""
+    """Start four workers beside a GPU, because each has a CUDA context there."""
     if finds_gpu() and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ:
         return 4
-    return None  # xdist's own number
+    return None  # the default of xdist
 
 
 def pytest_collection_modifyitems(config, items):
-    """First the tests that start processes, as they take longest."""
+    """Run the tests that start processes first, because they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     matrix = next((item.module for item in items if item.originalname == "test_matrix"), None)
     if matrix:
-        left_out = [(cell, matrix.left_out(*cell)) for cell in matrix.possible_cells()]
-        getattr(config, "workeroutput", {})["left out"] = config.stash[LEFT_OUT] = left_out
+        combinations = [(cell, matrix.reason_left_out(*cell)) for cell in matrix.possible_cells()]
+        getattr(config, "workeroutput", {})["combinations"] = config.stash[COMBINATIONS] = combinations
 
 
 def pytest_collection_finish(session):
-    """What was imported and collected stays: Python's collector need not look through it again and again."""
+    """Exclude modules and collected tests from garbage collection, which would traverse them again and again."""
     gc.freeze()
 
 
-# -- what came out: of all tests with --outcomes-out, and the grid of the matrix at the end of a run --------
+# -- the outcomes of all tests (--outcomes-out), and the grid of the matrix ---------------------------------
 
-LEFT_OUT = pytest.StashKey[list]()  # all cells that there could be, each with why it is left out, or None
+COMBINATIONS = pytest.StashKey[list]()  # all combinations of the matrix, each with why it has no cell, or None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """A worker of xdist is done; the process that prints the report collects no tests itself."""
-    if left_out := getattr(node, "workeroutput", {}).get("left out"):
-        node.config.stash[LEFT_OUT] = left_out
+    """Take the combinations from a worker of xdist, because the process that prints the report collects no tests."""
+    if combinations := getattr(node, "workeroutput", {}).get("combinations"):
+        node.config.stash[COMBINATIONS] = combinations
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -273,7 +292,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if path := config.getoption("--outcomes-out"):
         pathlib.Path(path).write_text(json.dumps(outcomes), encoding="utf-8")
     if simulated or any(name.startswith("test_matrix[") for name in outcomes):
-        text = grid_text(config.stash.get(LEFT_OUT, []), outcomes, ["-".join(cell) for cell in simulated])
+        text = grid_text(config.stash.get(COMBINATIONS, []), outcomes, {"-".join(cell) for cell in simulated})
         title = "matrix: how many cells passed"
         terminalreporter.section(title)
         terminalreporter.write(text)
@@ -282,39 +301,53 @@ def pytest_terminal_summary(terminalreporter, config):
                 file.write(f"### {title}\n\nPython {platform.python_version()}, {versions()}\n\n```\n{text}```\n\n")
 
 
-def grid_text(all_cells, outcomes, simulated):
-    """Tables of operations, transformations and dtypes by backend; what failed, by name; and what the marks mean."""
-    marks = {"passed": "", "failed": " FAILED", "error": " FAILED", "simulated": "s", None: "-"}
-    letters = iter(string.ascii_lowercase.replace("s", ""))
-    cells, failed = {}, ""
-    for cell, reason in all_cells:
+LEGEND = """\
+8: all 8 cells passed
+5/8: 5 of 8 cells passed; the others failed, were skipped or were not selected
+5s/8: 5 of 8 cells passed in Numba's simulator of CUDA
+.: no cells
+"""
+
+
+def grid_text(combinations, outcomes, simulated):
+    """Return three tables by backend, their legend, the failures, and why cells were skipped or do not exist."""
+    cells, failed = {}, []
+    skipped, no_cell = collections.Counter(), collections.Counter()
+    for cell, reason in combinations:
+        if reason:
+            no_cell[reason] += 1
+            continue
         name = "-".join(cell)
-        outcome = outcomes.get(f"test_matrix[{name}]")
-        if name in simulated and outcome not in ("passed", "failed", "error"):
+        outcome = outcomes.get(f"test_matrix[{name}]", "not selected")
+        if outcome in ("failed", "error"):
+            failed.append(name)
+        elif outcome != "passed" and name in simulated:
             outcome = "simulated"
-        if outcome not in marks:  # the reason of a skip
-            marks[outcome] = next(letters)
-        cells[tuple(cell)] = "." if reason else marks[outcome]
-        if marks[outcome] == " FAILED":
-            failed += f"FAILED: {name}\n"
-    float32 = {cell: mark for cell, mark in cells.items() if cell[3] == "float32"}
-    text = table_text("float32", 0, float32) + table_text("float32", 2, float32) + table_text("dtype", 3, cells)
-    text += f"{failed}3: passed; 3s: on Numba's simulator of CUDA; 3-: not run\n"
-    for outcome, mark in list(marks.items())[5:]:
-        text += f"3{mark}: skipped: {outcome}\n"
-    reasons = collections.Counter(reason for _, reason in all_cells if reason)
-    return text + "".join(f"{count}.: left out: {reason}\n" for reason, count in reasons.items())
+        elif outcome != "passed":
+            skipped[outcome] += 1
+        cells[tuple(cell)] = outcome
+    tables = [table_text(title, axis, cells) for title, axis in (("operation", 0), ("transformation", 2), ("dtype", 3))]
+    lines = [f"FAILED {name}" for name in failed]
+    lines += [f"{count} cells skipped: {reason}" for reason, count in skipped.items()]
+    lines += [f"{count} combinations without a cell: {reason}" for reason, count in sorted(no_cell.items())]
+    return "\n".join([*tables, LEGEND, *lines, ""])
 
 
 def table_text(title, axis, cells):
-    """For each name on an axis and each backend, how many cells there are of each mark."""
+    """Return a table of the cells that passed, with a row per name on this axis and a column per backend."""
     counts = collections.defaultdict(collections.Counter)
-    for cell, mark in cells.items():
-        counts[cell[axis], cell[1]][mark] += 1
+    for cell, outcome in cells.items():
+        counts[cell[axis], cell[1]][outcome] += 1
     rows, columns = [list(dict.fromkeys(names)) for names in zip(*counts)]
-    lines = [[title, *columns]]
-    for row in rows:
-        entries = [sorted(counts[row, column].items()) for column in columns]
-        lines.append([row, *[" ".join(f"{count}{mark}" for mark, count in entry) for entry in entries]])
+    lines = [[title, *columns], *[[row, *[entry(counts[row, column]) for column in columns]] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines) + "\n"
+    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
+
+
+def entry(count):
+    """Return an entry of a table, as LEGEND explains it."""
+    passed, simulated, total = count["passed"], count["simulated"], count.total()
+    if not total:
+        return "."
+    text = "+".join([str(passed)] * bool(passed or not simulated) + [f"{simulated}s"] * bool(simulated))
+    return text if passed == total else f"{text}/{total}"
