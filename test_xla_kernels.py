@@ -3627,8 +3627,8 @@ def fresh_kernel(**options):
 
 
 def test_warp_batches_share_a_kernel_in_all_threads_and_whatever_their_slices_share(warp_on_gpu, monkeypatch):
-    built, make = [], xk._make_kernel_in_z
-    monkeypatch.setattr(xk, "_make_kernel_in_z", lambda *args: built.append(args) or make(*args))
+    built, make = [], xk._create_batch_kernel
+    monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or make(*args))
     op = xk.warp_kernel(fresh_kernel(), like_first)
     warp_on_gpu.check_threads(op)
     warp_on_gpu.check(op, SHARED, 1)
@@ -3699,7 +3699,7 @@ def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, m
     }
     for reason, change in changes.items():
         with monkeypatch.context() as patch:
-            patch.setattr(xk, "_KERNELS_IN_Z", xk._BoundedCache())
+            patch.setattr(xk, "_BATCH_KERNELS", xk._BoundedCache())
             patch.setattr(*change)
             warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
         assert any(re.match(reason, text) for text in reasons())  # Warp 1.14 says once that it cannot build a kernel
