@@ -1132,6 +1132,7 @@ def trace_warp(name, *args, outs=like_first, **options):
 
 
 trace_product = partial(trace_warp, "multiply", spec(3), spec(3))
+trace_matvec = partial(trace_warp, "matvec", spec(2, 2), spec(2))
 
 
 def raise_key_error(*args):
@@ -1361,11 +1362,23 @@ ERRORS = {
          lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
     ],
     "warp": [  # arrays
-        (TypeError, "'multiply': argument 'x' is .*int32[3]: wrong dtype; cast it by jnp.asarray(x, jnp.floa",
+        (TypeError, "'x' must be an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
          partial(trace_warp, "multiply", spec(3, dtype=np.int32), spec(3))),
-        (TypeError, "JAX keeps 64 bits .* x = jnp.asarray(x, jnp.float64)", trace_warp, "takes_doubles", spec(3)),
-        (TypeError, "'v' .*float32[:,2].*: wrong shape", trace_warp, "matvec", spec(3, 2, 2), spec(3, 4)),
-        (NotImplementedError, "a launch has known dimensions",
+        (TypeError, "JAX truncates it to 32 bits, unless .* x = jnp.asarray(x, jnp.float64)",
+         trace_warp, "takes_doubles", spec(3)),
+        (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: x.reshape(-1, 2)",
+         trace_warp, "matvec", spec(3, 2, 2), spec(3, 4)),
+        (TypeError, "Declare it in outs with its dtype: jax.ShapeDtypeStruct((3,), jnp.float32)",
+         partial(trace_product, outs=spec(3, dtype=np.int32))),
+        (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare "
+         "jax.ShapeDtypeStruct((1, 2), jnp.float32)", partial(trace_matvec, outs=spec(2))),
+        (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: x.reshape(1, 2)",
+         partial(trace_matvec, spec(2), outs=spec(2), in_out_argnames=["out"])),
+        (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
+         partial(trace_matvec, outs=spec(2), input_output_aliases={"v": 0})),
+        (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
+         partial(trace_matvec, outs=(), scratch=spec(2), has_side_effect=True)),
+        (NotImplementedError, "A launch needs known dimensions",
          trace_warp, "multiply", spec(*export.symbolic_shape("n")), spec(3)),
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "multiply", spec(2**31), spec(3)),
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "squares_of_rows", spec(2, 2**29)),
@@ -1374,30 +1387,36 @@ ERRORS = {
         (TypeError, "differentiable=True for reverse mode, if the kernel changes nothing in place. Use jax.custom_vjp",
          lambda: jax.jvp(product(in_out_argnames=["out"]), (*PAIR, PAIR[0]), (*PAIR, PAIR[0]))),
         (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", trace_warp, "multiply", spec(3)),
-        (TypeError, "'h' is 'Holder'; .* one parameter for each field", trace_warp, "takes_arrays_in_structs"),
-        (TypeError, "'h' is 'Params'; .* one parameter for each field", trace_warp, "takes_arrays_of_structs"),
-        (TypeError, "'t' is .*; supported are scalars, vectors and matrices, arrays of those, and structs",
+        (TypeError, "'h' must be .* Got 'Holder'. Give the kernel a parameter for each field",
+         trace_warp, "takes_arrays_in_structs"),
+        (TypeError, "'h' must be .* Got 'Params'. Give the kernel a parameter for each field",
+         trace_warp, "takes_arrays_of_structs"),
+        (TypeError, "'t' must be a scalar, vector or matrix, an array of these, or a struct without arrays. Got",
          trace_warp, "takes_indices"),
-        (TypeError, "no generic kernel such as 'takes_anything': wp.overload(kernel, ", trace_warp, "takes_anything"),
+        (TypeError, "'takes_anything' is generic. Pass an overload, such as wp.overload(kernel, ",
+         trace_warp, "takes_anything"),
         # launches, and what starts from an input
         (ValueError, "launch_dims is missing, and the shape of the first array, (), is for 0 indices",
          partial(trace_warp, "takes_nothing", outs=(), has_side_effect=True)),
-        (TypeError, "launch_dims must be 1 to 4 numbers from 0 to 2147483647; got '3'",
+        (TypeError, "launch_dims must be 1 to 4 ints from 0 to 2147483647. Got '3'",
          partial(trace_product, launch_dims="3")),
-        (ValueError, "1 to 4 numbers from 0 to 2147483647; got -1", partial(trace_product, launch_dims=-1)),
-        (ValueError, "tiled=True needs launch_dims, the number of blocks", partial(trace_product, tiled=True)),
-        (ValueError, "block_dim must be an int of at least 1; got 0", partial(trace_product, block_dim=0)),
-        (ValueError, "launch_dims must be 1 to 3 numbers", partial(trace_product, tiled=True, launch_dims=(1,) * 4)),
-        (ValueError, "True does not go with in_out",
+        (ValueError, "1 to 4 ints from 0 to 2147483647. Got -1", partial(trace_product, launch_dims=-1)),
+        (ValueError, "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=",
+         partial(trace_product, tiled=True)),
+        (ValueError, "block_dim must be an int of at least 1. Got 0", partial(trace_product, block_dim=0)),
+        (ValueError, "launch_dims must be 1 to 3 ints", partial(trace_product, tiled=True, launch_dims=(1,) * 4)),
+        (ValueError, "must not overwrite an input or use scratch. Got in_out_argnames=['acc']. Write to a new output",
          partial(trace_warp, "histogram", in_out_argnames=["acc"], differentiable=True)),
         # values and types
-        (TypeError, "'s' (struct .*Settings) is passed .*got int 1, not an instance", partial(call_warp_with, s=1)),
+        (TypeError, "'s' is passed by value, as struct .*Settings, .*Got int 1. Pass an instance of",
+         partial(call_warp_with, s=1)),
         (Exception, "param m .*warp_kernel 'every'", partial(call_warp_with, m=[1.0, 2.0])),  # Warp's own text
-        (ValueError, "'i' (int8) is passed by value; got ndarray array(300), which is out of its range",
+        (ValueError, "'i' is passed by value, as int8, .*Got ndarray array(300). Pass a number from -128 to 127",
          partial(call_warp_with, i=np.array(300))),
         (TypeError, "takes a function decorated with warp.kernel; got function", xk.warp_kernel, like_first, spec()),
-        (ValueError, "Warp has no scalar type for dtype .*has bool, .*float64", xk.jaxtype_to_warptype, np.complex64),
-        (ValueError, "1 to 4 dimensions; got 0 in float32[]; reshape it to (1,)", xk.jaxinfo_to_warpinfo, spec()),
+        (ValueError, "Warp has no scalar type for dtype .*Cast the array to one of: bool, .*float64",
+         xk.jaxtype_to_warptype, np.complex64),
+        (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", xk.jaxinfo_to_warpinfo, spec()),
     ],
     "op": [  # calls
         (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
@@ -3701,6 +3720,7 @@ class FakeWarp(FakeGpus):
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
         self.grids, self.others = [], set()  # of launches: what goes with their grids
+        self.filled = []  # number of bytes of each memset
         z = f"*(unsigned*){ctypes.addressof(self.z)}ull"
         monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
 
@@ -3709,6 +3729,7 @@ class FakeWarp(FakeGpus):
         return 0
 
     def fill(self, target, value, size, stream):
+        self.filled.append(size)
         ctypes.memset(target, value, size)
         return 0
 
@@ -3929,7 +3950,7 @@ def test_warp_tiles_need_whole_blocks(warp_path, n_threads):
     if warp_path == "cpu" or n_threads == 64:
         check_close(f(x), 2 * x)
     else:
-        with pytest.raises(ValueError, match=r"all 64 threads of a block .* are 2 threads: with tiled=True"):
+        with pytest.raises(ValueError, match=r"all 64 threads of a block .* are 2 threads.*Pass tiled=True"):
             f(x)
 
 
@@ -3946,8 +3967,8 @@ def fresh_kernel(**options):
 
 
 def test_warp_batches_share_a_kernel_in_all_threads_and_whatever_their_slices_share(warp_on_gpu, monkeypatch):
-    built, make = [], xk._make_kernel_in_z
-    monkeypatch.setattr(xk, "_make_kernel_in_z", lambda *args: built.append(args) or make(*args))
+    built, make = [], xk._create_batch_kernel
+    monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or make(*args))
     op = xk.warp_kernel(fresh_kernel(), like_first)
     warp_on_gpu.check_threads(op)
     warp_on_gpu.check(op, SHARED, 1)
@@ -4018,7 +4039,7 @@ def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, m
     }
     for reason, change in changes.items():
         with monkeypatch.context() as patch:
-            patch.setattr(xk, "_KERNELS_IN_Z", xk._BoundedCache())
+            patch.setattr(xk, "_BATCH_KERNELS", xk._BoundedCache())
             patch.setattr(*change)
             warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
         assert any(re.match(reason, text) for text in reasons())  # Warp 1.14 says once that it cannot build a kernel
@@ -4113,22 +4134,99 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
 
 @needs_warp
 @pytest.mark.parametrize("statement", WARP_UPDATES)
-def test_warp_kernel_that_only_updates_an_output_is_refused(statement):
+def test_warp_updates_of_an_output_start_from_zeros(statement):
+    """The results equal those of a launch by Warp on zeros.  Without a store, the output needs zero_outputs=True."""
     kernel, out = warp_programs()[statement], spec(3, 2) if statement in TYPES_OF_OUT else spec(3)
 
     def call(outs=out, **options):
         return partial(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *X_AND_Y)
 
-    with pytest.raises(TypeError, match=r"'out'.*zero_outputs=True.*in_out_argnames"):
-        jax.eval_shape(call())
-    for zero_outputs in (None, True):
-        with pytest.raises(TypeError, match="make scratch an output"):
-            jax.eval_shape(call((), scratch=out, has_side_effect=True, zero_outputs=zero_outputs))
-    jax.eval_shape(call(zero_outputs=False))
+    never_stores = statement in ("n = out.shape[0]", "if i > 9:\n    n = len(out)")
+    if never_stores:
+        with pytest.raises(TypeError, match=r"never stores to 'out'.*zero_outputs=True"):
+            jax.eval_shape(call())
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
-    for _ in range(2):
-        check_close(call(zero_outputs=True)(), launched(kernel, zeros)[2])
+    for zero_outputs in [True] if never_stores else [True, None]:
+        check_close(call(zero_outputs=zero_outputs)(), launched(kernel, zeros)[2])
     check_close(call(in_out_argnames=["out"])(start), launched(kernel, start)[2])
+    jax.eval_shape(call(zero_outputs=False))
+
+
+CONDITIONAL = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_add(total, 0, work[i])"
+
+
+def test_warp_outputs_and_scratch_start_from_zeros_in_each_slice(warp_path):
+    """A store under a condition leaves zeros elsewhere, and a batch sets each buffer to zeros."""
+    kernel = kernels_from({"positive": ("x: floats, out: floats, total: floats, work: floats", CONDITIONAL)})
+    f = xk.warp_kernel(kernel["positive"], lambda x: (x, spec(1)), scratch=like_first)
+    x = sample(6, 50) - 0.5
+    expected = np.maximum(x, 0), (x > 0).sum(1, keepdims=True).astype(np.float32)
+    for _ in range(3):
+        check_close(jax.vmap(f)(x), expected)
+        check_close(f(x[0]), (expected[0][0], expected[1][0]))
+
+
+@needs_fake_gpu
+def test_warp_a_batch_sets_each_new_buffer_to_zeros_once(fake_gpu):
+    op = xk.warp_kernel(warp_kernels().multiply, like_first, scratch=None)
+    check_close(fake_gpu.run(jax.vmap(op), *PAIRS), PAIRS[0] * PAIRS[1])
+    assert (len(fake_gpu.grids), fake_gpu.filled) == (1, [PAIRS[0].nbytes])
+
+
+def test_warp_kernel_with_a_side_effect_is_not_removed(warp_path):
+    for has_side_effect in (True, False):
+        f = product(has_side_effect=has_side_effect)
+        text = jax.jit(lambda x, y: (f(x, y), x + y)[1]).lower(*PAIR).compile().as_text()
+        assert ("custom-call" in text) == has_side_effect
+        check_close(f(*PAIR), PAIR[0] * PAIR[1])
+
+
+@needs_warp
+def test_warp_input_of_one_vector_may_omit_its_leading_dimension():
+    matvec = xk.warp_kernel(warp_kernels().matvec, spec(1, 2))
+    m, v = sample(2, 2), sample(2)
+    check_close(matvec(m, v), (m @ v)[None])
+
+
+def kernel_with_a_table(table, module):
+    """Warp evaluates the `wp.static` only when it builds the kernel, because `j` is the variable of a loop."""
+
+    @wp.kernel(module=module)
+    def weighted(x: floats, out: floats):
+        i = wp.tid()
+        for j in range(2):
+            out[i] += x[i] * wp.static(table[j])
+
+    return xk.warp_kernel(weighted, like_first)
+
+
+TABLES = {  # module, tables, whether a kernel is traced before the next is created, and whether this is a danger
+    "one module": ("static tables", [1.0, 2.0, 3.0, 4.0], False, True),
+    "unique modules": ("unique", [1.0, 2.0, 3.0, 4.0], False, False),
+    "equal tables": ("equal tables", [2.0, 2.0, 2.0, 2.0], False, False),
+    "one after another": ("tables in turn", [1.0, 2.0, 3.0, 4.0], True, False),
+}
+
+
+@needs_warp
+@pytest.mark.parametrize("case", TABLES)
+def test_warp_kernels_that_differ_only_in_a_deferred_static_are_warned_about(case, recwarn):
+    module, factors, in_turn, is_dangerous = TABLES[case]
+    module = module if module == "unique" else wp.get_module(module)
+    kernels = []
+    for factor in factors:
+        kernels.append(kernel_with_a_table((factor, 2 * factor), module))
+        if in_turn:
+            kernels[-1](THREE)
+    warnings.simplefilter("always")
+    results = [kernel(THREE) for kernel in kernels]
+    found = [warning for warning in recwarn if "may run the code of another kernel" in str(warning.message)]
+    assert bool(found) == is_dangerous
+    if is_dangerous:
+        assert re.search(r"`wp.static\(table\[j\]\)`.*module=\"unique\"", str(found[0].message))
+        assert found[0].filename == __file__
+    else:
+        check_close(results, [3 * factor * THREE for factor in factors])
 
 
 @needs_warp
@@ -4281,9 +4379,9 @@ def test_warp_launch_has_as_many_dimensions_as_the_kernel_has_indices(start, dim
 
 @needs_warp
 @pytest.mark.parametrize("x, y, out, n", [  # their shapes, and how many threads, or what is said
-    ((3,), (4,), (3,), "'x' of shape (3,) and 'y' of (4,)"),
-    ((3,), (3,), (2,), "'x' of shape (3,) and 'out' of (2,)"),
-    ((1,), (3,), (2,), "'y' of shape (3,) and 'out' of (2,)"),
+    ((3,), (4,), (3,), "'x' has (3,), and 'y' has (4,)"),
+    ((3,), (3,), (2,), "'x' has (3,), and 'out' has (2,)"),
+    ((1,), (3,), (2,), "'y' has (3,), and 'out' has (2,)"),
     ((3,), (1,), (3,), 3),
     ((3,), (), (1,), 3),
     ((1,), (3,), (3,), 3),
@@ -4296,7 +4394,7 @@ def test_warp_default_launch_is_over_arrays_of_one_shape(x, y, out, n):
     if isinstance(n, int):
         check_close(f(np.ones(x, np.float32), np.ones(y, np.float32), 2.0)[0], 2 * n)
     else:
-        text = f"{n}: give the number of threads, or a function of the inputs, as launch_dims=lambda x, y, s: ..."
+        text = f"{n}. Pass the number of threads, or a function of the inputs: launch_dims=lambda x, y, s: ..."
         with pytest.raises(ValueError, match=re.escape(text)):
             jax.eval_shape(lambda *xs: f(*xs, 2.0), spec(*x), spec(*y))
 
@@ -4333,7 +4431,7 @@ def test_warp_arguments_bind_as_pythons():
         f(INTEGERS, index=3)
     with pytest.raises(TypeError, match=r"got 1 by position and \(acc\) by name"):
         f(INTEGERS, acc=THREE)
-    text = r"'weight' \(float32\) .* got .* make it a warp.array of one element, .* static argument"
+    text = r"'weight' is passed by value, as float32, .*traced float32.*wp\.array\(dtype=wp\.float32\).*static_argnums"
     with pytest.raises(TypeError, match=text):
         jax.vmap(f, (None, 0))(INTEGERS, THREE)
 
@@ -4345,14 +4443,13 @@ def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
     with pytest.raises(TypeError, match=r"'kernel' has no .* derivative: say differentiable=True for reverse mode"):
         jax.grad(lambda x: xk.warp_kernel(kernel, like_first)(x, x).sum())(THREE)
     f = xk.warp_kernel(kernel, like_first, differentiable=True)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError, match=r"enable_backward is False.*@wp.kernel\(enable_backward=True\)"):
         jax.grad(lambda x: f(x, x).sum())(THREE)
-    assert "enable_backward=False leaves out" in " ".join(caught.value.__notes__)
     monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)  # came with Warp 1.19
     check_close(xk.warp_kernel(kernel, like_first, block_dim=4)(THREE, THREE), THREE)
     tiles, x = kernel_with_body(TILES), sample(128)
     for options in {"launch_dims": 2, "tiled": True}, {"launch_dims": (2, 64)}:
-        with pytest.raises(NotImplementedError, match="enable_cpu_blocks' blocks, a launch is more than"):
+        with pytest.raises(NotImplementedError, match=r"It is more with wp\.config\.enable_cpu_blocks"):
             xk.warp_kernel(tiles, like_first, block_dim=64, **options)(x, x)
 
 
@@ -4360,7 +4457,9 @@ def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
 def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monkeypatch):
     launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
     monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
-    with pytest.raises(NotImplementedError, match=r"warp_kernel 'multiply': .*: call it by warp.jax_kernel"):
+    with pytest.raises(
+        NotImplementedError, match=r"'multiply': .*deterministic mode.*call the kernel with wp.jax_kernel"
+    ):
         product(launch_dims=2)(*PAIR)
 
 

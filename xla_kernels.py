@@ -69,7 +69,7 @@ Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
 #     `_op_lowering`                                 chooses the backend, because now the platform is known
 #     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
 #
-# The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernel._find_target`.  An exception in
+# The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernelWithValues._find_target`.  An exception in
 # a slice passes through `_NumbaEmitter`, `_store_error_message`, `_BatchScheduler.run_range` and `.worker_loop`.  A new
 # backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
@@ -3163,7 +3163,7 @@ def _store_error_message(error: BaseException, label: str) -> int:
 
 _NUMBA_INSTALL = "pip install numba"
 # A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
-# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_warp_param`);
+# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_parse_parameter`);
 # the docstrings, which say what is refused.
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
@@ -3534,7 +3534,7 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
 
     overload = dispatcher.overloads[argtypes]
     returned = overload.signature.return_type
-    leaves = _returned_leaves(returned)
+    leaves = _returned_flat_results(returned)
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
     wrong = [(kind, x) for kind, x in zip(leaves.values(), declared) if not _is_declared(kind, x)]
     if wrong or len(leaves) != len(declared):
@@ -3578,7 +3578,7 @@ class ShapeError(ValueError):
         return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
-def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
+def _returned_flat_results(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
     """The scalars and arrays in what a function returns: an expression for each -> its Numba type."""
     from numba import types as nbtypes
 
@@ -3588,7 +3588,7 @@ def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
         return {expression: nbtypes.unliteral(kind)}
     leaves = {}
     for i, item in enumerate(kind):
-        leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
+        leaves.update(_returned_flat_results(item, f"{expression}[{i}]"))
     return leaves
 
 
@@ -4962,19 +4962,24 @@ class _CudaBatch:
 # ======================================================================================================
 # 10. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 #
-# What a new Warp may break.
-# - Loudly: attributes of kernels, modules, and types of arrays, structs and elements (`_warp_param`, `_warp_content`).
-# - Silently, so that all tests named test_warp must pass before a version counts as supported: what the hash of a
-#   kernel leaves out (`_warp_content`); how a launch is recorded, packed and run (`_record`, `_warp_blocks`), its grid
-#   (`cuda_launch`), and which launches are more than the start of a kernel (`_record`); that tiles on CPUs have one
-#   memory for all threads (`_WarpEmitter`); that kernels which loop over the grid know of no z, and how functions of
-#   C++ are made (10.5: test_warp_a_batch_is_one_launch counts launches).
+# What a new version of Warp may break:
+# - With an error: attributes of kernels, modules, and types of arrays, structs and elements (`_parse_parameter`,
+#   `_warp_content`).
+# - Silently.  All tests named test_warp must pass before a version counts as supported.
+#     - options that the hash of a kernel does not cover (`_warp_content`)
+#     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
+#     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid (`_WarpTarget.cuda_launch`)
+#     - which launches are more than the start of a kernel (`_check_recorded_launch`)
+#     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
+#     - that kernels which loop over the grid do not use z, and how native functions are created (10.5).
+#       test_warp_a_batch_is_one_launch counts launches.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
 _WARP_LOCK: threading.RLock = _PROCESS_STATE.setdefault("warp_lock", threading.RLock())
 _WARP_MAX_DIMS = 4
-_WARP_MAX_EXTENT = 2**31 - 1  # Warp keeps extents, strides in bytes and thread indices in 32-bit integers
+_WARP_MAX_EXTENT = 2**31 - 1  # Warp stores extents, strides in bytes and thread indices in 32-bit integers
+_WARP_MAX_THREADS_X = 2**24  # along x of a grid, for kernels without a loop over the grid
 
 
 # -- 10.1 The wrapper ----------------------------------------------------------------------------------
@@ -4996,51 +5001,68 @@ def warp_kernel(
     name: str | None = None,
     differentiable: bool = False,
 ) -> Callable[..., Any]:
-    """Make an NVIDIA Warp kernel a JAX function, on CPUs and GPUs.
+    """Create a JAX function from an NVIDIA Warp kernel, for CPUs and GPUs.
 
-    The kernel's parameters are the inputs, then the outputs, then the scratch buffers.  Arrays of vectors and matrices
-    have the elements in trailing dimensions; an array of one element may be 0-d, and None is a null array.  A kernel
-    that writes to an input is refused.  A `vmap` is one call: on a CPU threads share its slices; on a GPU it is one
-    launch (per 65,535 slices), so no block may wait for one of another slice; or a launch for each, in order, with
-    `vmap_method="sequential"`, and for kernels with C++, adjoints or code transformers of your own (this module's
-    logger says why, at level DEBUG).
+    The kernel is called as `kernel(inputs..., outputs..., scratch...)`.  The JAX function is called as
+    `f(inputs...)`, by position or by name, and returns the outputs.
 
-    Other parameters (scalars, vectors, matrices, structs) take values that are known when JAX traces; each new one
-    compiles the call again, so what changes, such as a time step, is better a `warp.array` of one element.  Functions
-    and constants that a kernel names are those of when JAX traced the call; if you define them anew, make the wrapper
-    anew.  For kernels made in a loop, `warp.kernel(module="unique")` saves builds of whole modules.  Kernels of one
-    module (or unique ones) that differ only in an int beyond 32 bits or a float's last digits are the same kernel to
-    Warp; give such constants a type.
+    **Arrays.** Parameters of the type `wp.array` get JAX arrays.  The elements of vectors and matrices are trailing
+    dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element may omit the
+    other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.  Inputs are read-only: a
+    kernel that writes to an input is rejected with an error.
+
+    **Values.** Parameters of all other types (scalars, vectors, matrices, structs) are passed by value.  Values must be
+    known when JAX traces the call, and each new value recompiles the traced function.  If a number changes often, such
+    as a time step, make the parameter a `wp.array` of one element.
+
+    **New outputs and scratch buffers start from zeros.**  That is a right start for sums (`wp.atomic_add(out, ...)`).
+    For products, minima and maxima, zero is a wrong start.  Store the start first, or alias the output to an input
+    (`in_out_argnames`, `input_output_aliases`).
+
+    **Batches.** A `vmap` is one call.  On CPUs, threads share the batch elements.  On GPUs, it is one launch per
+    65,535 batch elements, so a block must not wait for a block of another element.  With `vmap_method="sequential"`,
+    there is a launch per element, in order.  Kernels with C++, adjoints or code transformers of your own also get
+    a launch per element.  This module's logger shows the reason at level DEBUG.
+
+    **Redefinition.** Helpers and constants that a kernel references are read when JAX traces the call.  If you redefine
+    one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
+    `@wp.kernel(module="unique")`: Warp then builds each kernel alone, and not the whole module again.  Warp takes two
+    kernels of one module for the same kernel if they differ only in an int beyond 32 bits or in the last digits of
+    a float.  Give such constants a type, such as `wp.float64(0.1)`.
 
     Args:
-      kernel: a function decorated with `warp.kernel`, not generic; without it, `warp_kernel(outs=...)` is a decorator.
-      outs: as for `numba_kernel`; a callable gets arrays as specs, and values as they are.  If the launch is empty,
-        outputs that start from no input are zero.
-      launch_dims: the number of threads for each index that `wp.tid()` gives: an int, a tuple of up to 4, or a callable
-        of the inputs (of their JAX shapes, in one slice of a `vmap`).  It may be left out if the first array of more
-        than one element has as many dimensions as `wp.tid()` gives indices, and each other array that has so many
-        begins with the same ones, or with ones of size 1.  Dimensions of elements do not count.  More threads than
-        elements write beyond arrays, which corrupts memory: `warp.config.mode = "debug"`, set before the first call,
-        finds that.
-      block_dim: threads per block on a GPU; a block on the CPU has one.
-      tiled: True for kernels whose blocks work on tiles, as `warp.launch_tiled` starts them: `launch_dims`, up to 3,
-        counts blocks.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: as for `numba_kernel`.
-      zero_outputs: True starts every output but the aliased ones from zeros, in each slice of a `vmap`.  By default a
-        kernel that only updates an output, as `out[i] += v` does, is refused unless the output starts from an input;
-        False says that the kernel itself stores there before.
-      differentiable: True gives reverse mode, first derivatives only, through the kernel's own adjoint, for arrays of
-        floats.
+      kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  Without a kernel,
+        `warp_kernel(outs=...)` is a decorator.
+      outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a callable that returns one, as for `numba_kernel`.  The
+        callable gets the specs of arrays, and the values as they are.  If the launch is empty, outputs are zeros, or
+        the input that they are aliased to.
+      launch_dims: An int, a tuple of up to 4 ints, or a callable of the inputs that returns one: the number of threads
+        for each index of `wp.tid()`.  The callable gets JAX shapes, without batch dimensions.  By default, the
+        dimensions of the first array with more than one element.  The default is allowed if `wp.tid()` returns as many
+        indices, and if all other arrays begin with the same dimensions, or with ones.  The dimensions of vectors and
+        matrices do not count.  Too many threads write beyond arrays and corrupt memory.  To find out, set
+        `wp.config.mode = "debug"` before the first call.
+      block_dim: An int, the number of threads per block on GPUs.  On CPUs a block has one thread.  Default 256.
+      tiled: A bool.  True for kernels whose blocks work on tiles, as with `wp.launch_tiled`.  Then `launch_dims` counts
+        blocks, in up to 3 dimensions.  Default False.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: As for `numba_kernel`.
+      zero_outputs: None, True or False.  By default (None), outputs and scratch that are not aliased to an input start
+        from zeros, and a kernel that never stores to an output is rejected.  With True, they start from zeros
+        without this check.  With False, they are uninitialized, which saves the time for the zeros.
+      differentiable: A bool.  True adds reverse-mode derivatives for arrays of floats, by Warp's adjoint of the kernel.
+        Only first derivatives.  Default False.
 
     Returns:
-      A function whose result has the structure of `outs`.
+      A function of the inputs.  Its result has the structure of `outs`.
 
     Raises:
-      TypeError: a generic kernel; arrays that do not fit or that it must not write to; traced values.
-      ValueError: launch dimensions that are out of range or missing; what does not go with `differentiable`.
-      RuntimeError: Warp's own, for a value of a wrong type.
-      NotImplementedError: launches that are more than the start of a kernel (on GPUs Warp's deterministic mode and
-        clusters, its blocks on CPUs), for which there is `warp.jax_kernel`; to compile for CUDA where JAX has no GPU.
+      TypeError: If the kernel is generic, an array has a wrong shape or dtype, the kernel writes to an input, or
+        a value is traced.
+      ValueError: If `launch_dims` is missing or out of range, a value is out of range, an option does not support
+        `differentiable`, or the kernel has no adjoint.
+      RuntimeError: If Warp rejects a value.
+      NotImplementedError: If a launch is more than the start of one kernel: deterministic mode and clusters on GPUs,
+        `enable_cpu_blocks` on CPUs.  Use `wp.jax_kernel`.  Also if a program for CUDA is lowered without a GPU.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -5057,6 +5079,8 @@ def warp_kernel(
 
 @dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
+    """The options of `warp_kernel`."""
+
     launch_dims: Any
     block_dim: int
     tiled: bool
@@ -5064,222 +5088,326 @@ class _WarpOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = f"block_dim must be an int of at least 1; got {self.block_dim!r}"
-        (self.block_dim,) = _ints((self.block_dim,), what)
+        problem = f"block_dim must be an int of at least 1. Got {self.block_dim!r}. Pass a size, such as block_dim=256."
+        (self.block_dim,) = _ints((self.block_dim,), problem)
         if self.block_dim < 1:
-            raise ValueError(what)
+            raise ValueError(problem)
         if self.tiled and self.launch_dims is None:
-            raise ValueError("tiled=True needs launch_dims, the number of blocks")
-        if self.differentiable and (self.input_output_aliases or self.in_out_argnames or self.scratch):
             raise ValueError(
-                "differentiable=True does not go with in_out_argnames, input_output_aliases or scratch: the adjoint "
-                "needs the values that a kernel overwrites; write what changes, and what is in scratch, to new outputs"
+                "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
+                "a function of the inputs, such as launch_dims=lambda x: x.shape[0] // 64."
             )
+        if self.differentiable:
+            self._check_differentiable()
+
+    def _check_differentiable(self) -> None:
+        for option in ("in_out_argnames", "input_output_aliases", "scratch"):
+            if value := getattr(self, option):
+                shown = "a function" if callable(value) else repr(value)
+                raise ValueError(
+                    "differentiable=True needs all values that a kernel stores, so the kernel must not overwrite an "
+                    f"input or use scratch. Got {option}={shown}. Write to a new output instead: add it to outs."
+                )
 
 
 class _WarpKernel(_Wrapper):
-    """A kernel, or one with `values` for some parameters: those that are no arrays, and None for null arrays.
+    """A Warp kernel as a JAX function of arrays and values.
 
-    A call with values is passed on to a wrapper for these values, which has a jitted function of the other inputs.
+    A call separates the arrays from the values.  A `_WarpKernelWithValues`, one for each combination of values, is
+    called with the arrays:
+
+        f(x, 2.0)  ->  _WarpKernelWithValues(kernel, options, params, values={"factor": 2.0})._call_inputs([x])
     """
 
     decorator = "warp_kernel"
 
-    def __init__(self, kernel: Any, options: Any, values: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, kernel: Any, options: Any) -> None:
         wp = _import("warp", "warp_kernel", _WARP_INSTALL)
         if not isinstance(kernel, wp.Kernel):
             raise _unsupported_kernel_error("warp_kernel", "a function decorated with warp.kernel", kernel)
         if kernel.is_generic:
-            fix = "wp.overload(kernel, [types of its parameters]) gives one that is not"
-            raise TypeError(f"warp_kernel takes no generic kernel such as {kernel.func.__name__!r}: {fix}")
-        self.params = {x.label: _warp_param(wp, kernel, x) for x in kernel.adj.args}
-        self.values = copy.deepcopy(values or {})  # for later traces, too: structs may change
-        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.values))
-        self.by_values = _BoundedCache({(): self})  # this kernel with other values
-        self.by_value_names = {name for name, param in self.params.items() if not param.ndim}
+            raise TypeError(
+                f"warp_kernel takes no generic kernel. {kernel.func.__name__!r} is generic. Pass an overload, such as "
+                "wp.overload(kernel, [wp.array(dtype=float), wp.array(dtype=float)])."
+            )
+        self.params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
+        self.value_names = {name for name, param in self.params.items() if not param.ndim}
+        super().__init__(kernel, options, tuple(self.params))
+        self.by_values = _BoundedCache()  # {key of the values: `_WarpKernelWithValues`}
 
-    def _input_index(self, key: Any, n_in: int) -> int:
-        name = dict(enumerate(self.params)).get(key, key)  # a number counts all arguments of a call, values too
-        return super()._input_index(name, n_in)
-
-    # -- from a call to its inputs ---------------------------------------------------------------------
+    @functools.cached_property
+    def without_values(self) -> _WarpKernelWithValues:
+        return _WarpKernelWithValues(self.kernel, self.options, self.params, {})
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
-        if not named and not self.by_value_names and types.NoneType not in map(type, args):
-            return self._call_inputs(args)
+        if not named and not self.value_names and types.NoneType not in map(type, args):
+            return self.without_values._call_inputs(args)
         arguments = self._bind_arguments(args, named)
-        valued = [name for name, x in arguments.items() if name in self.by_value_names or x is None]
-        values = {name: self.params[name].as_value(arguments.pop(name)) for name in valued}
-        key = tuple([(name, _value_key(x)) for name, x in values.items()])
-        wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, values))
-        return wrapper._call_inputs([*arguments.values()])
+        values = {}
+        for name, argument in list(arguments.items()):
+            if name in self.value_names or argument is None:
+                values[name] = self.params[name].check_value(arguments.pop(name))
+        return self._with_values(values)._call_inputs([*arguments.values()])
 
-    # A pickle by value would have all of the kernel's module, which is then there twice.
+    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernelWithValues:
+        if not values:
+            return self.without_values
+        key = tuple([(name, _value_key(value)) for name, value in values.items()])
+        if key in self.by_values:
+            return self.by_values[key]
+        return self.by_values.keep(key, _WarpKernelWithValues(self.kernel, self.options, self.params, values))
+
+    # A pickle by value would contain the kernel's whole module, which the other process would then have twice.
     _reduce_without_module = _PickledByReference._reduce_without_module
+
+
+class _WarpKernelWithValues(_Wrapper):
+    """A Warp kernel with fixed values for some parameters, as a JAX function of its arrays.
+
+    A value of None for an array is a null array.  `parameters` has the names of all parameters without a value.
+    """
+
+    decorator = "warp_kernel"
+
+    def __init__(self, kernel: Any, options: Any, params: Mapping[str, _WarpParam], values: Mapping[str, Any]) -> None:
+        super().__init__(kernel, options, tuple(name for name in params if name not in values))
+        self.params = params
+        self.values = copy.deepcopy(values)  # for later traces, because the caller may change a struct
+
+    # -- options that refer to arguments ---------------------------------------------------------------
+
+    def _input_index(self, key: Any, n_in: int) -> int:
+        """Return the number of an aliased input.  A key that is a number counts all arguments, including values."""
+        name = dict(enumerate(self.params)).get(key, key)
+        return super()._input_index(name, n_in)
 
     @property
     def _call_parameters(self) -> Sequence[str]:
         return list(self.params)
 
+    def _argument_names(self, ins: Sequence[Spec]) -> list[str]:
+        """Return the names of all arguments of a call with these arrays, including values."""
+        return [*self.params][: len(ins) + len(self.values)]
+
     def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
-        """An option, which may be a callable of all that the call got, values included."""
-        arguments: list[Any] = [*ins]
-        names = [*self.params]
-        for name, value in self.values.items():  # in the kernel's order
-            arguments.insert(names.index(name), value)
+        """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
+        specs = iter(ins)
+        arguments = [self.values[name] if name in self.values else next(specs) for name in self._argument_names(ins)]
         return super()._option_value(what, arguments)
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _CallParams) -> _Target:
+        """Check the arrays of a call, and return what launches the kernel on them.
+
+        The order of the kernel's parameters is inputs, outputs, scratch.  An in-out argument is one parameter, in its
+        place among the inputs.  In the call, it is two buffers: an input, and one of the first outputs.
+        """
         n_in = len(call.ins)
         specs = call.ins + call.outs
-        names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # of each buffer
+        names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # the parameter of each buffer
         if len(names) != len(specs):
             raise self._wrong_arity(
-                f"got {n_in} inputs and {len(call.outs)} outputs (what changes in place is in in_out_argnames, and "
-                "counts as both)"
+                f"got {n_in} inputs and {len(call.outs)} outputs, including scratch. An in-out argument is both, "
+                "and is listed in in_out_argnames."
             )
-        for name, spec in zip(names, specs):
-            self.params[name].check(spec)
-        buffers = {name: k for k, name in enumerate(names)}
+        for number, (name, spec) in enumerate(zip(names, specs)):
+            self._check_array(name, spec, is_input=number < n_in, is_result=number < n_in + call.n_results)
+        buffers = {name: number for number, name in enumerate(names)}  # of an in-out argument: the output
         _check_accesses(self, call, _warp_array_accesses(self.kernel), buffers, is_guarded=False)
-        return self._target(call, {(name, "data"): k for name, k in buffers.items()}, call.ins)
+        _warn_of_deferred_static(self.kernel, self.title)
+        return self._target(call, {(name, "data"): number for name, number in buffers.items()}, call.ins)
+
+    def _check_array(self, name: str, spec: Spec, is_input: bool, is_result: bool) -> None:
+        role = "in-out" if name in self.in_outs else "input" if is_input else "output" if is_result else "scratch"
+        self.params[name].check_array(spec, role)
 
     def _target(
         self, call: _CallParams, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
     ) -> _WarpTarget:
-        """What launches the kernel, or with gradients its adjoint, on the buffers of a call.
+        """Return what launches the kernel, or its adjoint, on the buffers of a call.
 
-        `buffers` has their numbers, as in `_WarpTarget.arrays`.  Options that are callables get `user_ins`.
+        Args:
+          call: the `_CallParams`.
+          buffers: {(parameter, "data" or "grad"): number of the buffer that the parameter's array gets}.
+          user_ins: the specs of the user's inputs, for options that are callables.
         """
-        options = self.options
         specs = call.ins + call.outs
-        arrays = [(name, field, k, self.params[name].dims(specs[k].shape)) for (name, field), k in buffers.items()]
-        launch_dims = self._launch_dims(user_ins, {name: dims for name, *_, dims in arrays})
-        in_place = ", if the kernel changes nothing in place" if call.aliases else ""
+        arrays = []
+        for (name, field), number in buffers.items():
+            arrays.append(_WarpArray(name, field, number, self.params[name].array_dims(specs[number].shape)))
+        launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
         target = _WarpTarget(
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
             where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative="" if options.differentiable else f"Pass differentiable=True for reverse mode{in_place}. ",
+            derivative=self._derivative_advice(call),
             kernel=self.kernel,
             values=self.values,
             key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
-            block_dim=options.block_dim,
-            is_tiled=options.tiled,
+            block_dim=self.options.block_dim,
+            is_tiled=self.options.tiled,
             signature=call.signature(self.__name__),
-            given_name=options.name,
-            in_order=options.in_order,
+            given_name=self.options.name,
+            in_order=self.options.in_order,
         )
-        platform = _default_platform().replace("gpu", "cuda")
-        if platform in ("cpu", "cuda") and not target.is_noop:
-            target.prepare_lowering(platform)
-            if options.name:  # for exported programs, whose process may lower no batch
-                target.prepare_lowering(platform, has_batch=True)
+        self._register_early(target)
         return target
 
-    def _launch_dims(self, user_ins: Sequence[Spec], arrays: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The dimensions of a launch, by default those of the arrays; if it is tiled, of its blocks."""
+    def _derivative_advice(self, call: _CallParams) -> str:
+        if self.options.differentiable:
+            return ""
+        condition = ", if the kernel changes nothing in place" if call.aliases else ""
+        return f"Pass differentiable=True for reverse mode{condition}. "
+
+    def _register_early(self, target: _WarpTarget) -> None:
+        """Build the kernel while JAX traces the call, so that errors of the build show the user's call."""
+        platform = _default_platform().replace("gpu", "cuda")
+        if platform not in ("cpu", "cuda") or target.is_noop:
+            return
+        target.prepare_lowering(platform)
+        if self.options.name:  # an exported program may have a batch, in a process that lowers none
+            target.prepare_lowering(platform, has_batch=True)
+
+    # -- launch dimensions -----------------------------------------------------------------------------
+
+    def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
         launch_dims = self._option_value("launch_dims", user_ins)
-        launch = f"launch_dims={launch_dims}"
-        is_missing = launch_dims is None
-        if is_missing:
-            launch_dims = self._dims_of_arrays(arrays, [*self.params][: len(user_ins) + len(self.values)])
-            launch = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
-        most = _WARP_MAX_DIMS - self.options.tiled
-        limits = f"1 to {most} numbers from 0 to {_WARP_MAX_EXTENT}"
-        what = f"{self.title}: launch_dims must be {limits}; got {launch_dims!r}"
-        dims = _ints(launch_dims, what)
-        source = _warp_array_accesses(self.kernel)
-        has_blocks = self.options.tiled or source.uses_tiles  # whose threads are a last dimension
-        if is_missing or (source.n_indices and not has_blocks):
-            _check_n_indices(self.title, launch, len(dims), source.n_indices, "wp.tid()")
-        if not 1 <= len(dims) <= most or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
-            raise ValueError(what)
+        accesses = _warp_array_accesses(self.kernel)
+        if launch_dims is None:
+            launch_dims = self._default_launch_dims(array_dims, self._argument_names(user_ins))
+            shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
+            _check_n_indices(self.title, shown, len(launch_dims), accesses.n_indices, "wp.tid()")
+        most_dims = _WARP_MAX_DIMS - self.options.tiled
+        problem = (
+            f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
+            f"Got {launch_dims!r}. Pass an int, a tuple, or a function of the inputs, such as "
+            "launch_dims=lambda x: x.shape[0]."
+        )
+        dims = _ints(launch_dims, problem)
+        # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
+        has_blocks = self.options.tiled or accesses.uses_tiles
+        if accesses.n_indices and not has_blocks:
+            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), accesses.n_indices, "wp.tid()")
+        if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
+            raise ValueError(problem)
         return dims
 
-    def _dims_of_arrays(self, arrays: Mapping[str, tuple[int, ...]], inputs: Sequence[str]) -> tuple[int, ...]:
-        """Those of the arrays, where they agree: a guess would leave elements out, or go beyond."""
-        sized = {name: dims for name, dims in arrays.items() if math.prod(dims) != 1}
-        first, first_dims = next(iter((sized or arrays).items()), ("", ()))
-        n = len(first_dims)
-        for name, dims in sized.items():
-            if len(dims) >= n and dims[:n] not in (first_dims, (1,) * n):
+    def _default_launch_dims(
+        self, array_dims: Mapping[str, tuple[int, ...]], argument_names: Sequence[str]
+    ) -> tuple[int, ...]:
+        """Return the dimensions of the first array with more than one element, if all other arrays agree with them.
+
+        If arrays differ, any choice might leave out elements or write beyond an array.
+        """
+        large = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
+        first, first_dims = next(iter((large or array_dims).items()), ("", ()))
+        n_dims = len(first_dims)
+        for name, dims in large.items():
+            if len(dims) >= n_dims and dims[:n_dims] not in (first_dims, (1,) * n_dims):
+                shown = ", ".join(argument_names)
                 raise ValueError(
-                    f"{self.title}: launch_dims is missing, and arrays differ, {first!r} of shape {first_dims} and "
-                    f"{name!r} of {dims}: give the number of threads, or a function of the inputs, as "
-                    f"launch_dims=lambda {', '.join(inputs)}: ..."
+                    f"{self.title}: launch_dims may be omitted only if all arrays have the same dimensions. "
+                    f"{first!r} has {first_dims}, and {name!r} has {dims}. "
+                    f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
         return first_dims
 
     # -- derivatives -----------------------------------------------------------------------------------
 
     def _flat_results(self, outs: list[Spec], *args: Any) -> list:
-        plain = functools.partial(super()._flat_results, outs)
+        without_vjp = functools.partial(super()._flat_results, outs)
         if not self.options.differentiable:
-            return plain(*args)
+            return without_vjp(*args)
 
         def forward(*args: Any) -> tuple[list, Any]:
-            results = plain(*args)
+            results = without_vjp(*args)
             return results, (args, results)
 
-        return _with_vjp(plain, forward, self._backward)(*args)
+        return _with_vjp(without_vjp, forward, self._backward)(*args)
 
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
-        """One adjoint launch, whose last results are the gradients of the inputs of floats."""
+        """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _floats(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_numbers(outs))])
         call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
-        cotangents_of_args: list[Any] = [None] * len(args)  # a zero, for JAX
-        for i, gradient in zip(reversed(_floats(args)), reversed(call.bind(operands))):
+        float_inputs = _float_numbers(args)
+        gradients = call.bind(operands)[-len(float_inputs) :] if float_inputs else []  # the last results
+        cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
+        for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
     def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _CallParams:
-        """The call of the adjoint: (inputs, outputs, cotangents) -> (what it changes, gradients).
+        """Return the call of the adjoint.
 
-        It changes what it replays of the kernel, and the cotangents.  Gradients start from zeros.
+        Warp's adjoint gets the data of all arrays, the gradients of the outputs (the cotangents), and the gradients of
+        the inputs, to which it adds.  It also overwrites some of what it gets: the cotangents, and arrays to which the
+        kernel writes in helpers, because it runs the helpers again.  So these are operands aliased to results:
+
+            (inputs, outputs, cotangents)  ->  (copies of what is overwritten, gradients of the inputs)
         """
-        names = self.parameters
-        float_args = _floats(args)
-        float_outs = _floats(outs)
-        ins = (*args, *outs, *(outs[j] for j in float_outs))
-        operands = [(name, "data") for name in names] + [(names[len(args) + j], "grad") for j in float_outs]
-        buffers = {buffer: k for k, buffer in enumerate(operands)}
+        input_names = self.parameters[: len(args)]
+        output_names = self.parameters[len(args) :]
         replayed = _warp_array_accesses(self.kernel).replayed
-        changed = [k for (name, field), k in buffers.items() if field == "grad" or name in replayed]
-        buffers |= {(names[i], "grad"): k for k, i in enumerate(float_args, start=len(ins) + len(changed))}
-        results = tuple([ins[k] for k in (*changed, *float_args)])
-        aliases = tuple([(k, j) for j, k in enumerate(changed)])
-        zeroed = tuple(range(len(changed), len(results)))
-        call = _CallParams(ins, results, len(results), aliases, zeroed, self.options.has_side_effect)
-        target = self._target(call, buffers, args)
+        arrays = []
+        for name, spec in zip(self.parameters, [*args, *outs], strict=True):
+            arrays.append(_AdjointArray(name, "data", "overwritten" if name in replayed else "read", spec))
+        arrays += [_AdjointArray(output_names[j], "grad", "overwritten", outs[j]) for j in _float_numbers(outs)]
+        arrays += [_AdjointArray(input_names[i], "grad", "result", args[i]) for i in _float_numbers(args)]
+        operands = [array for array in arrays if array.role != "result"]
+        overwritten = [array for array in arrays if array.role == "overwritten"]
+        results = overwritten + [array for array in arrays if array.role == "result"]
+        call = _CallParams(
+            ins=tuple([array.spec for array in operands]),
+            outs=tuple([array.spec for array in results]),
+            n_results=len(results),
+            aliases=tuple([(operands.index(array), results.index(array)) for array in overwritten]),
+            zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
+            has_side_effect=self.options.has_side_effect,
+        )
+        buffers = [*operands, *results]
+        # An overwritten array is in `buffers` twice.  Both buffers have the same memory, so either number is right.
+        numbers = {(array.parameter, array.field): buffers.index(array) for array in arrays}
+        target = self._target(call, numbers, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
 
-def _floats(arrays: Sequence[Any]) -> list[int]:
-    """The numbers of the arrays of floats."""
-    return [k for k, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+class _AdjointArray(NamedTuple):
+    """An array that Warp's adjoint of a kernel gets."""
+
+    parameter: str
+    field: str  # "data", or "grad" for its gradient
+    role: str  # "read"; "overwritten", an operand aliased to a result; "result", a gradient that starts from zeros
+    spec: Spec
+
+
+def _float_numbers(arrays: Sequence[Any]) -> list[int]:
+    """Return the numbers of those arrays that have a floating-point dtype, in their order."""
+    return [number for number, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code for some versions of Warp names them, here and in 10.3.  Checked on 1.14 and 1.19.
+# Code that only some versions of Warp need is here and in 10.3, with the versions.  Checked on 1.14 and 1.19.
 
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
-    """Warp, initialized, silent unless the user raised the verbosity, and locked, as building modules is not safe."""
+    """Hold the lock of Warp, and yield the initialized module.
+
+    Warp's builds of modules are not thread-safe.  Warp prints nothing unless the user has raised its log level.
+    """
     wp = _import("warp", "warp_kernel", _WARP_INSTALL)
     with _WARP_LOCK:
         level = wp.config.log_level
         try:
             if level == 20:  # INFO, the default
-                wp.config.log_level = 30
+                wp.config.log_level = 30  # WARNING
             wp.init()
             yield wp
         finally:
@@ -5287,17 +5415,41 @@ def _warp_session() -> Iterator[Any]:
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """The Warp scalar type of what NumPy reads as a dtype; a ValueError for one that Warp lacks."""
+    """Return the Warp scalar type of a dtype.
+
+    Args:
+      dtype: A dtype, or anything that `numpy.dtype` accepts.
+
+    Returns:
+      A type such as `wp.float32`.
+
+    Raises:
+      ValueError: If Warp has no such type.
+
+    Example:
+      >>> jaxtype_to_warptype("float32").__name__
+      'float32'
+    """
     wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
     scalars = {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
     try:
         return scalars[np.dtype(dtype)]
     except (KeyError, TypeError):
-        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}; it has {', '.join(_WARP_DTYPES)}") from None
+        known = ", ".join(_WARP_DTYPES)
+        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}. Cast the array to one of: {known}.") from None
 
 
 def jaxinfo_to_warpinfo(info: Any) -> Any:
-    """The Warp array type, for annotations, of anything with `.dtype` and a `.shape` of 1 to 4 dimensions (ValueError).
+    """Return the Warp array type of a spec or an array, to annotate the parameter of a kernel.
+
+    Args:
+      info: Anything with `.shape` and `.dtype`.
+
+    Returns:
+      A `wp.array` type of scalars, with the same number of dimensions.
+
+    Raises:
+      ValueError: If `info` does not have 1 to 4 dimensions, or if Warp lacks the dtype.
 
     Example:
       >>> jaxinfo_to_warpinfo(np.ones((3, 4), np.float32)).ndim
@@ -5305,8 +5457,10 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     """
     ndim = len(info.shape)
     if not 1 <= ndim <= _WARP_MAX_DIMS:
-        what = f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions; got {ndim} in {_format_spec(info)}"
-        raise ValueError(f"{what}; reshape it to (1,), or to fewer dimensions")
+        raise ValueError(
+            f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions. Got {_format_spec(info)}, with {ndim}. "
+            "Reshape it, such as x.reshape(-1)."
+        )
     wp = _import("warp", "jaxinfo_to_warpinfo", _WARP_INSTALL)
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
@@ -5316,59 +5470,108 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 @dataclasses.dataclass
 class _WarpParam:
-    """One parameter: an array of `ndim` dimensions, or what is passed by value (`ndim` is 0)."""
+    """A parameter of a kernel: an array, or a value."""
 
-    title: str  # for errors
-    type: Any
+    title: str  # for error messages
+    type: Any  # Warp's type
     dtype: np.dtype | None  # of the scalars; None for a struct
     inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
-    ndim: int
+    ndim: int  # number of dimensions of an array, without those of its elements; 0 for a value
 
-    def dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The dimensions of an array without those of its elements; an array of one element may have no others."""
-        outer = shape[: len(shape) - len(self.inner)]
-        return tuple(outer) or (1,) * self.ndim
+    def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the dimensions of an array, without those of its elements.  An input of one element may omit them."""
+        dims = shape[: len(shape) - len(self.inner)]
+        return tuple(dims) or (1,) * self.ndim
 
     def __str__(self) -> str:
+        """The parameter as a JAX array: float32[:,3]."""
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * self.ndim + [*map(str, self.inner)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
-    def as_value(self, value: Any) -> Any:
-        """What a call gives, which JAX must know."""
+    # -- values --
+
+    def check_value(self, value: Any) -> Any:
+        """Return a value for the parameter as Warp can take it, or raise an error."""
         if isinstance(value, jax.core.Tracer):
-            fix = "make it a warp.array of one element, or give a Python value (under jax.jit a static argument)"
-            raise TypeError(self._refused(value, f"which JAX traces: {fix}"))
+            element = f"wp.{self.dtype}" if self.dtype and not self.inner else "..."
+            raise self._value_error(
+                TypeError,
+                value,
+                f"Annotate the parameter as wp.array(dtype={element}) and read its element [0], or mark the argument "
+                "as static: jax.jit(f, static_argnums=...)",
+            )
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
-            raise TypeError(self._refused(value, "not an instance of that struct"))  # Warp would read it as one
+            # Warp would read the memory of any object as this struct.
+            raise self._value_error(TypeError, value, f"Pass an instance of {self.type.key}")
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
-            for n in _objects(value).ravel():
-                if isinstance(n, (int, np.integer)) and not limits.min <= n <= limits.max:  # Warp would wrap it around
-                    raise ValueError(self._refused(value, "which is out of its range"))
+            for number in _python_numbers(value).ravel():
+                # Warp would wrap around.
+                if isinstance(number, (int, np.integer)) and not limits.min <= number <= limits.max:
+                    raise self._value_error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
-    def _refused(self, value: Any, why: str) -> str:
-        return f"{self.title} ({self}) is passed by value; got {type(value).__name__} {value!r:.80}, {why}"
+    def _value_error(self, kind: type[Exception], value: Any, fix: str) -> Exception:
+        is_traced = isinstance(value, jax.core.Tracer)
+        rule = "so its value must be known when JAX traces the call" if is_traced else "so it must fit this type"
+        shown = f"the traced {_format_spec(value)}" if is_traced else f"{type(value).__name__} {value!r:.80}"
+        return kind(f"{self.title} is passed by value, as {self}, {rule}. Got {shown}. {fix}.")
 
-    def check(self, spec: Spec) -> None:
-        """Raise if an array of this spec cannot be the argument."""
-        what = f"{self.title} is a warp.array, {self} for JAX; got {_format_spec(spec)}"
+    # -- arrays --
+
+    def check_array(self, spec: Spec, role: str) -> None:
+        """Raise an error if an array of this spec cannot be the argument.
+
+        `role` is "input", "in-out", "output" or "scratch".
+        """
+        if self.ndim == 0:
+            self._raise(TypeError, spec, "Values are inputs. List the parameter before the outputs", is_value=True)
         if spec.dtype != self.dtype:
-            fix = f"cast it by jnp.asarray(x, jnp.{self.dtype}), or annotate it with jaxinfo_to_warpinfo"
-            if str(self.dtype).endswith("64"):
-                fix = f"JAX keeps 64 bits `with jax.enable_x64(True): x = jnp.asarray(x, jnp.{self.dtype})`"
-            raise TypeError(f"{what}: wrong dtype; {fix}")
-        is_array = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
-        if not is_array and spec.shape != self.inner:  # that of one element
-            raise TypeError(f"{what}: wrong shape; trailing dimensions hold the elements of a vector or matrix")
-        if not all(isinstance(n, int) for n in spec.shape):
-            raise NotImplementedError(f"{what}: a launch has known dimensions; export a program for each shape")
+            self._raise(TypeError, spec, self._dtype_fix(spec, role))
+        has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
+        if not has_all_dims and spec.shape != self.inner:
+            self._raise(TypeError, spec, self._shape_fix(spec, role))
+        if not has_all_dims and self.inner and role != "input":
+            # Otherwise `outs=lambda x: x` for float32[3] would be one vector, and three threads would write three.
+            one = (1,) * self.ndim + self.inner
+            fix = f"For a single element, declare {_spec_code(one, self.dtype)}"
+            self._raise(TypeError, spec, f"{fix}, and reshape the input: x.reshape{one}" if role == "in-out" else fix)
+        if not all(isinstance(size, int) for size in spec.shape):
+            self._raise(NotImplementedError, spec, "A launch needs known dimensions. Export a program for each shape")
         if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
-            raise ValueError(f"{what}: Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}")
+            fix = f"Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}. Split the array"
+            self._raise(ValueError, spec, fix)
+
+    def _raise(self, kind: type[Exception], spec: Spec, fix: str, is_value: bool = False) -> None:
+        rule = f"is passed by value, as {self}" if is_value else f"must be an array {self}"
+        raise kind(f"{self.title} {rule}. Got {_format_spec(spec)}. {fix}.")
+
+    def _dtype_fix(self, spec: Spec, role: str) -> str:
+        if role in ("output", "scratch"):
+            option = "outs" if role == "output" else "scratch"
+            return f"Declare it in {option} with its dtype: {_spec_code(spec.shape, self.dtype)}"
+        cast = f"x = jnp.asarray(x, jnp.{self.dtype})"
+        if self.dtype and self.dtype.itemsize == 8:
+            return f"JAX truncates it to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
+        return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
+
+    def _shape_fix(self, spec: Spec, role: str) -> str:
+        if self.inner:
+            shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.inner))})"
+            fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
+            return f"{fix}. Reshape it: x.reshape{(-1, *self.inner)}" if self.ndim == 1 and role == "input" else fix
+        if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
+            return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
+        return f"Reshape it to {self.ndim} dimensions"
 
 
-def _warp_param(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
+def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
+    return f"jax.ShapeDtypeStruct({tuple(shape)}, jnp.{dtype})"
+
+
+def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
+    """Return the description of one of Warp's arguments, or raise an error if it is not supported."""
     title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
     warp_type = argument.type
     scalars = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
@@ -5376,106 +5579,198 @@ def _warp_param(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    is_plain_struct = hasattr(element, "vars") and not _points_to_arrays(warp_type)
-    if dtype is None and not is_plain_struct:
+    is_struct_without_arrays = hasattr(element, "vars") and not _contains_arrays(warp_type)
+    if dtype is None and not is_struct_without_arrays:
         raise TypeError(
-            f"{title} is {getattr(element, 'key', warp_type)!r}; supported are scalars, vectors and matrices, arrays "
-            "of those, and structs without arrays: give the kernel one parameter for each field"
+            f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
+            f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
         )
     inner = tuple(getattr(element, "_shape_", ()))
     return _WarpParam(title, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
 
 
-def _points_to_arrays(warp_type: Any) -> bool:
-    """Whether this is the type of arrays, or of structs with these."""
+def _contains_arrays(warp_type: Any) -> bool:
+    """Return whether a type is that of an array, or of a struct that contains one."""
     fields = getattr(warp_type, "vars", {}).values()
-    return hasattr(warp_type, "ndim") or any(_points_to_arrays(field.type) for field in fields)
+    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
+
+
+def _python_numbers(value: Any) -> np.ndarray:
+    """Return the numbers of a value as an array of Python objects.  Warp's scalars have theirs in `value`."""
+    return np.asarray(getattr(value, "value", value), object)
+
+
+def _value_key(value: Any) -> tuple:
+    """Return a key that is equal only for values that the kernel, and options such as `outs`, cannot tell apart."""
+    if hasattr(value, "__ctype__"):  # a struct
+        return type(value), bytes(value.__ctype__())
+    return type(value), getattr(value, "dtype", None), str(_python_numbers(value).tolist())
 
 
 def _warp_content(kernel: Any) -> tuple[str, ...]:
-    """What decides a kernel's machine code: its module, Warp's hash (of code, constants, types), and options.
+    """Return all that decides a kernel's machine code: its module, Warp's hash of it, and its options.
 
-    Warp's hash does not tell apart some constants, such as those of float64, but what it builds is a module's own; a
-    kernel that is made again in a unique module gets the module, and is the kernel, that Warp has for that hash.
+    Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
+    The module's name is included, because Warp builds each module on its own.  If a factory recreates a kernel in
+    a unique module, and the hash is the same, Warp returns the existing module and kernel.
     """
     with _warp_session() as wp:
-        # Warp < 1.19 makes an empty kernel, in silence, of what it could not build before.
+        # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
-        kernel.module.get_module_hash()  # also hashes the kernels
+        kernel.module.get_module_hash()  # also updates the hashes of kernels
         options = kernel.module.resolve_options(wp.config) | kernel.options
         options["block_dim"] = None  # in Warp 1.14 that of the last launch
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # content -> `_ArrayAccesses`
+_WARP_SOURCES = _BoundedCache()  # {content: `_ArrayAccesses`}
 
 
 def _warp_array_accesses(kernel: Any) -> _ArrayAccesses:
+    """Return what the source of a kernel does to its arrays."""
     content = _warp_content(kernel)
-    given = [_ArrayView(x.label, x.type.ndim) if hasattr(x.type, "ndim") else None for x in kernel.adj.args]
+    given = [_ArrayView(arg.label, arg.type.ndim) if hasattr(arg.type, "ndim") else None for arg in kernel.adj.args]
     return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _ArrayAccesses(kernel, given))
 
 
-def _objects(value: Any) -> np.ndarray:
-    """The numbers of a value, as Python's: Warp's scalars keep theirs in `value`."""
-    return np.asarray(getattr(value, "value", value), object)
+# Warp evaluates `wp.static(table[j])` only when it builds a kernel, if `j` is the variable of a loop.  Before that, it
+# hashes all kernels of the module without this value, and builds one kernel for each hash.  If `table` is a tuple, list
+# or other object that Warp does not hash itself, kernels of a factory that differ only in `table` have equal hashes.
+# All but one of them keep the hash without the value, and so may run each other's code (Warp 1.14 to 1.19, also with
+# `wp.launch`; which ones is random).  Such kernels are those whose deferred expressions have no value after hashing.
 
 
-def _value_key(value: Any) -> tuple:
-    """Tells values apart, for the kernel and for functions such as `outs`, which get what a call gives."""
-    if hasattr(value, "__ctype__"):  # a struct
-        return type(value), bytes(value.__ctype__())
-    return type(value), getattr(value, "dtype", None), str(_objects(value).tolist())
+def _warn_of_deferred_static(kernel: Any, title: str) -> None:
+    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`."""
+    with _warp_session():
+        others = _similar_kernels(kernel)
+        if not others:
+            return
+        _warp_content(kernel)  # updates the hashes, and evaluates what Warp can
+        deferred = [text for function in _warp_functions(kernel) for text in _unevaluated_static(function)]
+        if not deferred or not any(_differ_in_captured_values(kernel, other) for other in others):
+            return
+    warnings.warn(
+        f"{title} may run the code of another kernel, because Warp takes kernels of one module for the same kernel if "
+        f"they differ only in `{deferred[0]:.60}` in a loop. Another kernel of this module differs only in "
+        'captured values. Decorate these kernels with @wp.kernel(module="unique").',
+        skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+    )
+
+
+def _warp_functions(kernel: Any) -> list[Any]:
+    """Return a kernel, followed by the user's functions that it calls, directly or indirectly."""
+    functions = [kernel]
+    for function in functions:  # the list grows in this loop
+        for called in function.adj.get_references()[2]:
+            overloads = () if called.is_builtin() else called.user_overloads.values()
+            functions += [overload for overload in overloads if overload not in functions]
+    return functions
+
+
+def _unevaluated_static(function: Any) -> list[str]:
+    """Return the text of each `wp.static` in a function, if Warp has deferred some and evaluated none of these."""
+    adj = function.adj
+    if not adj.has_unresolved_static_expressions or adj.deferred_static_expressions:
+        return []
+    calls = [node for node in ast.walk(adj.tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if ast.unparse(call.func).endswith("static")]
+
+
+def _similar_kernels(kernel: Any) -> list[Any]:
+    """Return the other kernels of the module that have the same name and source."""
+    candidates: list[Any] = []
+    for other in kernel.module._get_live_kernels():
+        candidates += other.overloads.values() if other.is_generic else [other]
+    return [x for x in candidates if x is not kernel and (x.key, x.adj.source) == (kernel.key, kernel.adj.source)]
+
+
+def _differ_in_captured_values(*kernels: Any) -> bool:
+    """Return whether kernels, or the functions that they call, capture different values."""
+    keys = set()
+    for kernel in kernels:
+        values = [pair for function in _warp_functions(kernel) for pair in _captured_values(_py_func(function))]
+        # Warp hashes functions itself, and they are in `_warp_functions`.
+        keys.add(tuple([(name, _exact_text(x) or id(x)) for name, x in values if not hasattr(x, "adj")]))
+    return len(keys) > 1
 
 
 # -- 10.4 A launch, as Warp records it -----------------------------------------------------------------
-# How Warp packs a launch into blocks of memory differs between versions.  So where a call is traced or lowered, Warp
-# records a launch, with stand-ins for the pointers to its buffers.  The attribute `launch` has the bytes of the blocks;
-# a handler copies them, and writes the pointers of a slice where stand-ins stood.
+# Warp packs the arguments of a launch into blocks of memory, one for each parameter of the compiled function.  Their
+# layout differs between versions of Warp, so nothing is assumed about it:
+#
+#     trace or lower   Warp records a launch with the real shapes and values, and with placeholder pointers for buffers.
+#                      The attribute `launch` holds the words of the recorded blocks.
+#     call             The handler copies these words.  For each slice, it replaces each placeholder by the pointer
+#                      to the buffer, and calls the compiled function (CPU) or cuLaunchKernel (GPU).
+#
+# A batch launch (10.5) also passes the step of each buffer: the number of bytes from one slice to the next.
 
 
-def _placeholder_pointer(k: int) -> int:
-    """What stands for the pointer to buffer k, or for ~k, the bytes from one slice of it to the next.
+def _placeholder_pointer(buffer: int) -> int:
+    """Return a number that stands for the pointer to a buffer.
 
-    A number that no other is by accident, aligned as pointers are.
+    No other word of a launch is such a number by accident.  It is aligned as pointers are.
     """
-    return 0x5EED_0F0A_C417_0000 + 16 * k
+    return 0x5EED_0F0A_C417_0000 + 16 * buffer
+
+
+def _placeholder_step(buffer: int) -> int:
+    """Return a number that stands for the step of a buffer."""
+    return 0x5EED_0F0A_C416_FFF0 - 16 * buffer  # below all placeholder pointers
+
+
+class _Placeholder(NamedTuple):
+    """A word of a launch that the handler replaces for each slice."""
+
+    word: int  # the position in the words of the launch
+    buffer: int  # the number of the buffer
+    is_step: bool  # replaced by the step of the buffer; otherwise by the pointer
+
+
+class _WarpArray(NamedTuple):
+    """An array that a launch passes to a kernel."""
+
+    parameter: str
+    field: str  # "data", or "grad" for the gradient of the parameter
+    buffer: int  # the number among the inputs and outputs of the call
+    dims: tuple[int, ...]  # without those of vectors and matrices
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """What Warp must know to record a launch of a kernel, or of its adjoint.
+    """A launch of a kernel, or of its adjoint, that is recorded and registered when a platform needs it.
 
-    `name` is for messages; `prepare_lowering` returns a `_Target` with the registered name.
+    Here `name` is only for messages.  `prepare_lowering` returns a `_Target` with the registered name.
     """
 
     kernel: Any = dataclasses.field(compare=False)
     values: Mapping[str, Any] = dataclasses.field(compare=False)
-    key: tuple  # compared for these two
-    # (name of a parameter, "data" or "grad", number of the buffer, dimensions of the array there)
-    arrays: tuple[tuple[str, str, int, tuple[int, ...]], ...]
+    key: tuple  # compared instead of the kernel and the values
+    arrays: tuple[_WarpArray, ...]
     launch_dims: tuple[int, ...]
     block_dim: int
     is_tiled: bool
     signature: _Signature
     given_name: str | None  # the user's `name=`
     in_order: bool
-    is_in_z: bool = False  # the kernel is one that `_kernel_in_z` made
+    is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Record a launch, and register what starts it."""
-        devices = {"cpu": ["cpu"], "cuda": [f"cuda:{n}" for n in _cuda_ordinals()]}.get(platform)
+        """Record a launch, and register a handler for it."""
+        devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
         if not devices:
-            return super().prepare_lowering(platform)  # raises
+            return super().prepare_lowering(platform)  # raises the error
         if platform == "cuda" and has_batch:
             with _log_per_slice_fallback(self.title):
-                return self._in_z().prepare_lowering(platform)
+                return self._for_batch_launch().prepare_lowering(platform)
+        # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
-        with _warp_session() as wp, context:  # Warp may leave another device's context current
-            emitter = _WarpEmitter(self, [self._record(wp, device) for device in devices])
-            # The content may be another one than where the kernel was traced.
+        with _warp_session() as wp, context:
+            emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
+            # Read the content again, because it may have changed since the kernel was traced.
             content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
-            layout = str((platform, emitter.block_sizes, emitter.pointers))
+            layout = str((platform, emitter.block_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, content, platform, self.given_name, layout)
 
             def compile_handler() -> _CompiledHandler:
@@ -5485,152 +5780,204 @@ class _WarpTarget(_Target):
             name = _REGISTRY.warp_target_name(specialization, compile_handler)
         return _Target(name, emitter.launch, platform=platform, title=self.title, where=self.where)
 
-    def _in_z(self) -> _WarpTarget:
-        """What runs a batch by one launch (10.5)."""
+    def _for_batch_launch(self) -> _WarpTarget:
+        """Return a target that runs a batch in one launch."""
         if self.in_order:
             raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-        buffers = tuple([array[:3] for array in self.arrays])
-        return dataclasses.replace(self, kernel=_kernel_in_z(self.kernel, buffers), is_in_z=True)
+        arrays = tuple([array._replace(dims=()) for array in self.arrays])
+        return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
 
-    def _record(self, wp: Any, device: str) -> Any:
-        """Warp's recorded launch, with stand-ins for pointers; compiles and loads the kernel."""
+    # -- recording -------------------------------------------------------------------------------------
+
+    def _record_launch(self, wp: Any, device: str) -> Any:
+        """Return Warp's recorded launch, with placeholders for pointers.  This compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
-        data = dict(self.values)
-        grad: dict[str, Any] = {}
-        for name, field, k, dims in reversed(self.arrays):  # gradients first
-            dtype = warp_types[name].dtype
-            array = wp.array(ptr=_placeholder_pointer(k), shape=dims, dtype=dtype, device=device, grad=grad.get(name))
-            (data if field == "data" else grad)[name] = array
-            if self.is_in_z:
-                data[_STEP.format(k)] = _placeholder_pointer(~k)
-        inputs = [data[name] for name in warp_types]
+        arguments, gradients = self._launch_arguments(wp, warp_types, device)
         block_dim = 1 if device == "cpu" else self.block_dim
         dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
-        note = f"This was raised for {self.title}"
-        if grad:
-            gradients = [grad.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
-            options |= {"adj_inputs": gradients, "adjoint": True}
-            note += ", whose adjoint enable_backward=False leaves out (of the kernel, its module, or in warp.config)"
+        if gradients:
+            self._check_has_adjoint()
+            adjoint_inputs = [gradients.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
+            options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
-            command = wp.launch(self.kernel, dims, inputs, **options)
+            command = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
         except Exception as error:
-            error.add_note(note)
+            error.add_note(f"This was raised for {self.title}.")
             raise
-        if command is None:  # some versions of Warp report a failed build once only
-            raise RuntimeError(f"Warp cannot build kernel {self.kernel.key!r}: see its first error, or its log")
-        wants_blocks = device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False)
-        has_blocks = wants_blocks and (self.is_tiled or _warp_array_accesses(self.kernel).uses_tiles)
-        if has_blocks or type(command).__name__ != "Launch" or getattr(command, "cluster_dim", 1) != 1:
-            raise NotImplementedError(
-                f"{self.title}: in deterministic mode, of clusters, or of enable_cpu_blocks' blocks, a launch is more "
-                "than the start of a kernel: call it by warp.jax_kernel"
-            )
+        self._check_recorded_launch(wp, command, device)
         return command
 
-    def pointers_in(self, words: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(number of the word, k) for each stand-in."""
-        numbers = [k for _, _, k, _ in self.arrays]
-        if self.is_in_z:
-            numbers += [~k for k in numbers]
-        by_stand_in = {_placeholder_pointer(k): k for k in numbers}
-        if not by_stand_in.keys() <= set(words):
-            raise NotImplementedError(f"{self.title}: this Warp passes arrays in an unknown way: use warp.jax_kernel")
-        return tuple([(n, by_stand_in[word]) for n, word in enumerate(words) if word in by_stand_in])
+    def _launch_arguments(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
+        """Return {parameter: argument} and {parameter: gradient}, with arrays at placeholder pointers."""
+        arguments = dict(self.values)
+        gradients: dict[str, Any] = {}
+        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field, reverse=True):
+            # Gradients come first, because the array with the data refers to its gradient.
+            array = wp.array(
+                ptr=_placeholder_pointer(buffer),
+                shape=dims,
+                dtype=warp_types[name].dtype,
+                device=device,
+                grad=gradients.get(name),
+            )
+            (arguments if field == "data" else gradients)[name] = array
+            if self.is_batch_launch:
+                arguments[_STEP.format(buffer)] = _placeholder_step(buffer)
+        return arguments, gradients
+
+    def _check_has_adjoint(self) -> None:
+        options = {**self.kernel.module.options, **self.kernel.options}
+        if not options.get("enable_backward", True):
+            raise ValueError(
+                f"{self.title}: a gradient needs Warp's adjoint of the kernel. enable_backward is False, in the "
+                "kernel's options, those of its module, or wp.config. Decorate the kernel with "
+                "@wp.kernel(enable_backward=True)."
+            )
+
+    def _check_recorded_launch(self, wp: Any, command: Any, device: str) -> None:
+        """Raise an error if the kernel was not built, or if a launch is more than the start of one kernel."""
+        if command is None:  # some versions of Warp report a failed build only once
+            raise RuntimeError(
+                f"{self.title}: Warp cannot build kernel {self.kernel.key!r}. It has reported the error before, in its "
+                "first exception or its output."
+            )
+        if type(command).__name__ != "Launch":
+            feature = "Warp's deterministic mode"
+        elif getattr(command, "cluster_dim", 1) != 1:
+            feature = "clusters"
+        elif device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and self._uses_blocks():
+            feature = "wp.config.enable_cpu_blocks"
+        else:
+            return
+        raise NotImplementedError(
+            f"{self.title}: a launch must be a single start of the kernel. It is more with {feature}. Switch this off, "
+            "or call the kernel with wp.jax_kernel."
+        )
+
+    def _uses_blocks(self) -> bool:
+        return self.is_tiled or _warp_array_accesses(self.kernel).uses_tiles
+
+    # -- reading the recorded launch -------------------------------------------------------------------
+
+    def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
+        """Return the placeholders among the words of a launch.  There is at least one for each buffer."""
+        meanings = {_placeholder_pointer(array.buffer): (array.buffer, False) for array in self.arrays}
+        if self.is_batch_launch:
+            meanings |= {_placeholder_step(array.buffer): (array.buffer, True) for array in self.arrays}
+        if not meanings.keys() <= set(words):
+            raise NotImplementedError(
+                f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
+                "call the kernel with wp.jax_kernel."
+            )
+        return tuple([_Placeholder(n, *meanings[word]) for n, word in enumerate(words) if word in meanings])
 
     def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
-        """As `wp_cuda_launch_kernel` (warp.cu) has it: without a loop in the kernel, an axis has 2**24 threads."""
-        threads = self.block_dim
+        """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
+        threads_per_block = self.block_dim
         n_threads = command.bounds.size
-        if n_threads % threads and _warp_array_accesses(self.kernel).uses_tiles:
+        if n_threads % threads_per_block and _warp_array_accesses(self.kernel).uses_tiles:
             raise ValueError(
-                f"{self.title}: all {threads} threads of a block work on a tile, and launch_dims={self.launch_dims} "
-                f"are {n_threads} threads: with tiled=True launch_dims counts blocks"
+                f"{self.title}: all {threads_per_block} threads of a block work on a tile. "
+                f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
+                "that launch_dims counts blocks."
             )
-        blocks = -(-n_threads // threads)
-        has_loop = getattr(self.kernel, "grid_stride", True)  # set when the content was read
-        x = blocks if has_loop else min(blocks, 2**24 // threads)
-        return x, -(-blocks // x), 1, threads, 1, 1, shared_mem
+        n_blocks = -(-n_threads // threads_per_block)
+        has_grid_loop = getattr(self.kernel, "grid_stride", True)  # set by `_warp_content`; missing in Warp 1.14
+        x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
+        return x, -(-n_blocks // x), 1, threads_per_block, 1, 1, shared_mem
 
 
-def _warp_blocks(command: Any) -> list[bytes]:
-    """The memory of each parameter, padded to words.  A launch on the CPU is run for that, with nothing behind it."""
-    passed = list(command.params)
+def _packed_parameters(command: Any) -> list[bytes]:
+    """Return the memory of each parameter of a recorded launch, padded to words of 8 bytes.
+
+    On CPUs, Warp packs parameters only when a launch runs.  So the launch runs with a function that only keeps them.
+    """
+    packed = list(command.params)
     if command.device.is_cpu:
-        passed.clear()
+        packed.clear()
 
-        def run_nothing(*args: Any) -> None:
-            passed.extend(getattr(arg, "_obj", arg) for arg in args)  # of pointers made by ctypes.byref
+        def keep_parameters(*args: Any) -> None:
+            packed.extend(getattr(arg, "_obj", arg) for arg in args)  # `_obj` of pointers that ctypes.byref creates
 
-        empty = copy.copy(command)
-        empty.hooks = types.SimpleNamespace(forward=run_nothing, backward=run_nothing)
-        empty.launch()
-    blocks = map(bytes, passed)
+        dry_run = copy.copy(command)
+        dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
+        dry_run.launch()
+    blocks = map(bytes, packed)
     return [block + bytes(-len(block) % 8) for block in blocks]
 
 
 class _WarpEmitter(_Emitter):
-    """Copies the memory of a launch that Warp recorded, and for each slice starts the kernel's machine code."""
+    """Copies the words of a recorded launch, and for each slice replaces the placeholders and starts the kernel."""
 
     def __init__(self, target: _WarpTarget, commands: Sequence[Any]) -> None:
-        command = commands[0]  # what is passed is the same on each device of a platform
+        """Read the launches that were recorded on all devices of a platform, which pass the same words."""
+        command = commands[0]
         direction = "backward" if command.adjoint else "forward"
         self.commands = commands  # keep Warp's modules loaded
-        self.entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
-        blocks = _warp_blocks(command)
-        words = memoryview(b"".join(blocks)).cast("q").tolist()
-        self.block_sizes = tuple([len(block) // 8 for block in blocks])
-        self.pointers = target.pointers_in(words)
-        self.is_in_z = target.is_in_z
+        entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
+        blocks = _packed_parameters(command)
+        self.words = tuple(memoryview(b"".join(blocks)).cast("q").tolist())
+        self.block_sizes = tuple([len(block) // 8 for block in blocks])  # in words
+        self.placeholders = target.placeholders_in(self.words)
+        self.is_batch_launch = target.is_batch_launch
         if command.device.is_cpu:
-            self.launch = tuple(words)
-            self.entry = self.entries[0]
-            if _warp_array_accesses(target.kernel).uses_tiles:
-                # Warp keeps the CPU memory of tiles behind one static pointer (tile.h): such kernels must not overlap.
-                self.lock = _native_lock("tile_lock")
-            self.in_order = target.in_order or bool(self.lock)
-            self.code_key = "warp", self.block_sizes, self.pointers, bool(self.lock)
-            return
+            self._prepare_for_cpu(target, entries[0])
+        else:
+            launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+            self._prepare_for_cuda(target, entries, launch)
+
+    def _prepare_for_cpu(self, target: _WarpTarget, entry: int) -> None:
+        self.launch = self.words
+        self.entry = entry
+        if _warp_array_accesses(target.kernel).uses_tiles:
+            # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
+            self.lock = _native_lock("tile_lock")
+        self.in_order = target.in_order or bool(self.lock)
+        self.code_key = "warp", self.block_sizes, self.placeholders, bool(self.lock)
+
+    def _prepare_for_cuda(self, target: _WarpTarget, entries: Sequence[int], launch: tuple[int, ...]) -> None:
         self.libcuda = _LibCuda()
-        launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
-        self.launch = (*launch, *words)
-        functions = dict(zip(_cuda_ordinals(), self.entries, strict=True))
-        self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, commands)
-        self.traits = _COMMAND_BUFFER_COMPATIBLE  # it only launches, always the same
-        exceeded = max([self.libcuda.exceeded(entry, launch) for entry in self.entries])
-        if self.is_in_z and exceeded:  # it may take more registers
+        self.launch = (*launch, *self.words)
+        functions = dict(zip(_cuda_ordinals(), entries, strict=True))
+        self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
+        self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
+        exceeded = max([self.libcuda.exceeded(entry, launch) for entry in entries])
+        if self.is_batch_launch and exceeded:  # a batch kernel may need more registers
             raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
 
     def write(self, handler: _Handler, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        offset = 8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0
-        words = handler.alloca(_I64, sum(self.block_sizes))
-        handler.copy_bytes(words, handler.launch_attribute(frame) + offset, 8 * sum(self.block_sizes))
-        blocks = [words + 8 * start for start in itertools.accumulate(self.block_sizes[:-1], initial=0)]
-        start: Any = None
-        if self.libcuda:
-            start = self.launcher.launch_in(handler, frame)
+        n_words = sum(self.block_sizes)
+        words = handler.alloca(_I64, n_words)
+        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0)
+        handler.copy_bytes(words, first, 8 * n_words)
+        starts = itertools.accumulate(self.block_sizes[:-1], initial=0)
+        blocks = [words + 8 * start for start in starts]  # the address of each parameter
+        start_kernel = self.launcher.launch_in(handler, frame) if self.libcuda else None
 
-        def point_to(arrays: Sequence[_SliceArray]) -> None:
-            for n, k in self.pointers:
-                handler.store(arrays[k].pointer if k >= 0 else buffers[~k].step, words + 8 * n)
+        def replace_placeholders(arrays: Sequence[_SliceArray]) -> None:
+            for placeholder in self.placeholders:
+                number = placeholder.buffer
+                value = buffers[number].step if placeholder.is_step else arrays[number].pointer
+                handler.store(value, words + 8 * placeholder.word)
 
-        if self.is_in_z:
+        if start_kernel and self.is_batch_launch:
             with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-                point_to(arrays)
-                start(blocks, z=n_slices)
+                replace_placeholders(arrays)
+                start_kernel(blocks, z=n_slices)
             return
         with handler.each_slice(buffers, count) as arrays:
-            point_to(arrays)
-            if start:
-                start(blocks)
+            replace_placeholders(arrays)
+            if start_kernel:
+                start_kernel(blocks)
             else:
                 handler.call(handler.data.entry, *blocks)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
-# On a GPU the blocks along z are the slices of a batch, as Warp counts threads along x alone, if kernels loop over the
-# grid.  A second kernel is the first one with lines in front that move each array to the slice of the block, by a step
-# in bytes that the handler writes where it writes pointers: 0 if all slices share an array.
+# On a GPU, a batch is one launch, whose blocks along z are the slices.  Warp does not use z: it counts threads along x,
+# and along y if kernels do not loop over the grid.  The launched kernel is a copy of the user's kernel, the batch
+# kernel.  Its first lines move each array to the slice of the block:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -5638,52 +5985,60 @@ class _WarpEmitter(_Emitter):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# C++ of the user's may ask for z, and the user's own adjoints look for gradients where those of moved arrays are not:
-# such kernels are launched for each slice.
+# `_xla_move_0` adds z times the step to the pointer of the array.  The handler passes the step of each buffer in bytes.
+# If all slices share an array, its step is 0.
+#
+# C++ code of the user may read z.  The user's own adjoints would not find the gradients of moved arrays.  Such kernels
+# get a launch for each slice.
 
-_STEP = "_xla_step_{}"
-_MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # where Warp looks for the decorator
+_STEP = "_xla_step_{}"  # the parameter with the step of a buffer
+_MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
-_KERNELS_IN_Z = _BoundedCache()  # (content, buffers) -> the kernel whose slices are along z
+_MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
+_BATCH_KERNELS = _BoundedCache()  # {(content, arrays): batch kernel}
 
 
-def _kernel_in_z(kernel: Any, buffers: tuple[tuple[str, str, int], ...]) -> Any:
-    """The kernel whose blocks z work on slice z of these arrays and gradients."""
+def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
+    """Return the kernel whose blocks with index z run slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        key = _warp_content(kernel), buffers
-        return _KERNELS_IN_Z.get(key) or _KERNELS_IN_Z.keep(key, _make_kernel_in_z(wp, kernel, buffers))
+        key = _warp_content(kernel), arrays
+        return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, arrays))
 
 
-def _make_kernel_in_z(wp: Any, kernel: Any, buffers: Sequence[tuple[str, str, int]]) -> Any:
-    source = kernel.adj.source
-    if _warp_array_accesses(kernel).has_own_code or kernel.adj.transformers:  # which would see another source
+def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
+    if _warp_array_accesses(kernel).has_own_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
+    source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
-    names = _captured_variables(kernel.func)
-    same = _kernel_like(kernel, source, annotations, names)
-    same.module.get_module_hash()  # also hashes the kernels
-    if same.hash != kernel.hash:
+    variables = _captured_variables(kernel.func)
+    plain_copy = _copy_kernel(kernel, source, annotations, variables)
+    plain_copy.module.get_module_hash()  # also updates the hashes of kernels
+    if plain_copy.hash != kernel.hash:
         raise _BatchLaunchUnsupported("what it names is something else now than when Warp read it")
     lines = []
-    for name, field, k in buffers:
-
-        def move(array: Any, step: Any) -> Any: ...  # in C++ alone
-
-        kind = annotations[name]
-        move.__annotations__ = {"array": kind, "step": wp.int64, "return": kind}
-        snippet = _MOVE_SNIPPET.format(field=field)
-        key = f"_xla_move_{k}"
-        names[key] = wp.Function(move, key, "", module=same.module, native_snippet=snippet, source=_MOVE_SOURCE)
-        annotations[_STEP.format(k)] = wp.int64
-        lines.append(f"{name} = {key}({name}, {_STEP.format(k)})")
+    for name, field, buffer, _ in arrays:
+        move, step = _MOVE.format(buffer), _STEP.format(buffer)
+        variables[move] = _move_function(wp, plain_copy.module, move, annotations[name], field)
+        annotations[step] = wp.int64
+        lines.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
     tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-    return _kernel_like(kernel, ast.unparse(tree), annotations, names, grid_stride=True)
+    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
 
 
-def _kernel_like(kernel: Any, source: str, annotations: dict, names: dict, **options: Any) -> Any:
-    """A kernel in a module of its own, with this source, and these values for the names in it."""
-    function = types.FunctionType(kernel.func.__code__, names, closure=kernel.func.__closure__)
+def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
+    """Return Warp's native function that moves an array, or its gradient, to the slice of the block."""
+
+    def move(array: Any, step: Any) -> Any: ...  # exists only in C++
+
+    move.__annotations__ = {"array": array_type, "step": wp.int64, "return": array_type}
+    snippet = _MOVE_SNIPPET.format(field=field)
+    return wp.Function(move, key, "", module=module, native_snippet=snippet, source=_MOVE_SOURCE)
+
+
+def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, **options: Any) -> Any:
+    """Return a kernel in a module of its own, with this source and these globals."""
+    function = types.FunctionType(kernel.func.__code__, variables, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
     # Warp tells modules apart by name.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash.hex(), source)}", None)
