@@ -69,9 +69,10 @@ Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
 #     `_op_lowering`                                 chooses the backend, because now the platform is known
 #     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
 #
-# The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernelWithValues._find_target`.  An exception in
-# a slice passes through `_NumbaEmitter`, `_store_error_message`, `_BatchScheduler.run_range` and `.worker_loop`.  A new
-# backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernelWithValues._find_target`.
+# - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`, and
+#   returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
+# - A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
 # Glossary.
 #
@@ -3163,8 +3164,8 @@ def _store_error_message(error: BaseException, label: str) -> int:
 
 _NUMBA_INSTALL = "pip install numba"
 # A new dtype is added in three places: its name in what backends take (_NUMBA_DTYPES, _CUDA_DTYPES, _WARP_DTYPES); its
-# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`; `_parse_parameter`);
-# the docstrings, which say what is refused.
+# type there (`_array_types`, which looks for that name in Numba; `_NumbaCuda.callback`, by `typestr`;
+# `_parse_parameter`); the docstrings, which say what is refused.
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
@@ -3534,7 +3535,7 @@ def _compile_results(dispatcher: Any, argtypes: tuple, signature: _Signature, fo
 
     overload = dispatcher.overloads[argtypes]
     returned = overload.signature.return_type
-    leaves = _returned_flat_results(returned)
+    leaves = _returned_leaves(returned)
     declared = [(signature.dtypes[k], signature.ranks[k]) for k in form.results]
     wrong = [(kind, x) for kind, x in zip(leaves.values(), declared) if not _is_declared(kind, x)]
     if wrong or len(leaves) != len(declared):
@@ -3578,7 +3579,7 @@ class ShapeError(ValueError):
         return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
-def _returned_flat_results(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
+def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
     """The scalars and arrays in what a function returns: an expression for each -> its Numba type."""
     from numba import types as nbtypes
 
@@ -3588,7 +3589,7 @@ def _returned_flat_results(kind: Any, expression: str = _RETURNED) -> dict[str, 
         return {expression: nbtypes.unliteral(kind)}
     leaves = {}
     for i, item in enumerate(kind):
-        leaves.update(_returned_flat_results(item, f"{expression}[{i}]"))
+        leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
     return leaves
 
 
