@@ -70,8 +70,8 @@ Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
 #     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
 #
 # - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernelWithValues._find_target`.
-# - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`, and
-#   returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
+# - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
+#   and returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
 # - A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
 # Glossary.
@@ -4969,7 +4969,8 @@ class _CudaBatch:
 # - Silently.  All tests named test_warp must pass before a version counts as supported.
 #     - options that the hash of a kernel does not cover (`_warp_content`)
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
-#     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid (`_WarpTarget.cuda_launch`)
+#     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
+#       (`_WarpTarget.cuda_launch`)
 #     - which launches are more than the start of a kernel (`_check_recorded_launch`)
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
 #     - that kernels which loop over the grid do not use z, and how native functions are created (10.5).
