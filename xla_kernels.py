@@ -2730,7 +2730,7 @@ class _NumbaKernel(_NumbaWrapper):
         options = "numba", self.options.in_order, numba.config.BOUNDSCHECK, is_checked, *forms
 
         def compile_kernel() -> _CompiledHandler:
-            check = functools.partial(_check_form, self, call)
+            check = lambda form, is_guarded: None  # checked by types and LLVM: see the branch of section 7
             return _compile_numba(self._dispatcher(), signature, forms, self.options.in_order, check)
 
         specialization = _Specialization(signature, options, "cpu", self.options.name)
@@ -3222,7 +3222,7 @@ def _attribute(owner: Any, name: str) -> set:
     if isinstance(owner, _ArrayView):
         if owner.path:
             return _unpack({owner}, name)
-        return set() if name in _ARRAY_METADATA else _unknown_views({owner}, ignores_readonly=name == "flat")
+        return set() if name in _ARRAY_METADATA else _unknown_views({owner}, ignores_readonly=name in ("flat", "view"))
     with contextlib.suppress(Exception):  # attributes that are missing or have no hash
         return {getattr(owner, name)}
     return {f"{getattr(owner, '__name__', owner)}.{name}"}
@@ -3282,7 +3282,7 @@ class _ArrayAccesses(_AbstractInterpreter):
     def call(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
         """Interpret a call and return its abstract value."""
         if function is slice:
-            return {slice}
+            return {slice(None)}
         if self.is_warp:
             function = _warp_function(function, node.func)
         if overloads := self.user_functions(function):
@@ -3324,9 +3324,7 @@ class _ArrayAccesses(_AbstractInterpreter):
         is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
         return [function] if is_jitted and not _is_library_module(python.__module__) else []
 
-    def call_user_function(
-        self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call
-    ) -> set:
+    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
         """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
         arguments = set().union(*positional, *keywords.values())
         self.note_references(function, node)
@@ -3434,8 +3432,8 @@ class _ArrayAccesses(_AbstractInterpreter):
             case ast.Attribute(value=owner, attr=name):
                 return set().union(*[_attribute(x, name) for x in self.evaluate(owner)])
             case ast.Subscript(value=owner, slice=index):
-                parts = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _indexed(self.evaluate(owner), list(filter(self.removes_dimension, parts)))
+                indices = index.elts if isinstance(index, ast.Tuple) else [index]
+                return _indexed(self.evaluate(owner), list(filter(self.removes_dimension, indices)))
             case ast.Call():
                 return self.evaluate_call(node)
             case ast.Tuple(elts=items):
@@ -3443,30 +3441,28 @@ class _ArrayAccesses(_AbstractInterpreter):
             case ast.Lambda():
                 return {node}
         values = set().union(*map(self.evaluate, ast.iter_child_nodes(node)))
-        if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
-            return _unknown_views(view for view in _views(values) if view.path)  # of a sum of tuples
-        return values if isinstance(node, (ast.IfExp, ast.BoolOp)) else self.note_unknown(values, node)
+        match node:
+            case ast.Slice():
+                return {slice(None)}
+            case ast.IfExp() | ast.BoolOp():
+                return values
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare():
+                return _unknown_views(view for view in _views(values) if view.path)  # of a sum of tuples
+        return self.note_unknown(values, node)
 
     def removes_dimension(self, index: Any) -> bool:
         """Return whether an index selects one element of a dimension, unlike a slice, `None` and `...`."""
-        values = self.evaluate(index)
-        return not isinstance(index, ast.Slice) and not any(x is slice or _is_slice(x) for x in values)
+        return not any(isinstance(x, (slice, types.NoneType, types.EllipsisType)) for x in self.evaluate(index))
 
     def evaluate_call(self, node: ast.Call) -> set:
         positional = [self.evaluate(x) for x in node.args]
         keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
-        if isinstance(node.func, ast.Attribute) and (owners := _views(self.evaluate(node.func.value))):
-            if not any(view.path for view in owners):  # a method of an array
-                self.note_unknown(owners, node)
-                return _unknown_views(owners, ignores_readonly=node.func.attr == "view")
+        functions = self.evaluate(node.func) or {None}
+        if methods := _views(functions):  # of arrays
+            return self.note_unknown(methods, node)
         if any(isinstance(x, ast.Starred) for x in node.args):
             return self.note_unknown(set().union(*positional, *keywords.values()), node, is_guarded=False)
-        functions = self.evaluate(node.func) or {None}
         return set().union(*[self.call(function, positional, keywords, node) for function in functions])
-
-
-def _is_slice(value: Any) -> bool:
-    return isinstance(value, (slice, types.NoneType, types.EllipsisType))
 
 
 def _indexed(values: Iterable[Any], indices: Sequence[Any]) -> set:
@@ -5246,7 +5242,9 @@ class _StaleValues(_AbstractInterpreter):
         function = _warp_function(value, node.func)
         name = function.key if _is_warp_builtin(function) else ""
         if _HAS_GRADIENT in taints and (name in _WITHOUT_ADJOINT or (name in _SUMS and is_used)):
-            self.report(node, f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`", _BUILTIN_ADVICE)
+            self.report(
+                node, f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`", _BUILTIN_ADVICE
+            )
         if name in _SUMS:
             self.use(node, set().union(*arguments[1:-1]))  # the indices
         elif _HAS_GRADIENT in taints and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
@@ -5273,7 +5271,9 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
     kernel_and_helpers = list(dict.fromkeys(function for function, _ in accesses.results))
-    found = _StaleValues(kernel, without_gradient, {name for name in params if accesses.accesses[name]}, max_unroll).found
+    found = _StaleValues(
+        kernel, without_gradient, {name for name in params if accesses.accesses[name]}, max_unroll
+    ).found
     for helper in kernel_and_helpers[1:]:
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
