@@ -3319,7 +3319,7 @@ class _ArrayAccesses(_AbstractInterpreter):
             return [function]
         if hasattr(function, "user_overloads"):
             overloads = *function.user_overloads.values(), *function.user_templates.values()
-            return [] if function.is_builtin() else list(dict.fromkeys([function, *overloads]))
+            return [] if function.is_builtin() else [function, *overloads]
         python = _py_func(function)
         is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
         return [function] if is_jitted and not _is_library_module(python.__module__) else []
@@ -3333,15 +3333,12 @@ class _ArrayAccesses(_AbstractInterpreter):
         if tree is None or any(own_code):
             self.has_own_code = True
             self.replayed |= {view.parameter for view in _views(arguments)}
-        if tree is None or own_code[0]:
+        if tree is None or own_code[0] or tree.args.vararg:
             names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-            ignores_readonly = {"atomic", "flat", "view", *_CUDA_STORES}.intersection(names)
-            return self.note_unknown(arguments, node, is_guarded=not ignores_readonly)
+            is_guarded = {"atomic", "flat", "view", *_CUDA_STORES}.isdisjoint(names)
+            return self.note_unknown(arguments, node, is_guarded)
         parameters = [x.arg for x in (*tree.args.posonlyargs, *tree.args.args)]
         variables = {**dict(zip(parameters, positional)), **keywords}
-        if tree.args.vararg:
-            rest = enumerate(positional[len(parameters) :])
-            variables[tree.args.vararg.arg] = set().union(*[_pack(values, i) for i, values in rest])
         key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
         if key not in self.results:
             self.results[key] = set()  # for a function that calls itself
