@@ -978,6 +978,136 @@ def trace_launch(name):
     return trace_callable(locals()[name])
 
 
+PART = slice(0, 2)
+
+
+@cuda.jit
+def place(a, i, value):
+    a[i] = value
+
+
+@cuda.jit
+def bump(a, i):
+    cuda.atomic.add(a, i, 1)
+
+
+@cuda.jit
+def shuffle(a, i):
+    return a[i] + 1
+
+
+class CudaWrites:
+    """Kernels that store to their input in ways that Numba CUDA accepts."""
+
+    def by_an_atomic(x, out):
+        cuda.atomic.add(x, 0, 1)
+
+    def in_a_helper(x, out):
+        bump(x, 0)
+
+    def with_a_star(x, out):
+        bump(*(x, 0))
+
+    def through_a_writable_view(x, out):
+        x.view(np.int32)[0] = 1
+
+    def through_flat(x, out):
+        x.flat[0] = 1
+
+    def in_a_slice(x, out):
+        part = x[PART]
+        cuda.atomic.max(part, 0, 1)
+
+    def in_a_lambda(x, out):
+        f = lambda i: cuda.atomic.add(x, i, out[i])
+        f(0)
+
+    def in_a_sum_of_tuples(x, out):
+        pair = (x,) + (out,)
+        cuda.atomic.add(pair[0], 0, 1)
+
+    def in_the_next_iteration(x, out):
+        for _ in range(2):
+            cuda.atomic.add(out, 0, 1)
+            out = x
+
+
+class CudaRight:
+    """Correct kernels that resemble those in `CudaWrites` and `CudaNeverStores`."""
+
+    def by_an_atomic(x, out):
+        cuda.atomic.add(out, 0, x[0])
+
+    def helpers_with_names_of_library_functions(x, out):
+        place(out, 0, shuffle(x, 0))
+
+    def in_a_slice(x, out):
+        part = out[PART]
+        part[0] = x[0]
+
+    def with_a_new_axis(x, out):
+        row = out[np.newaxis]
+        row[0, 0] = x[0]
+
+    def in_a_nested_function(x, out):
+        def store(i, value):
+            out[i] = value
+
+        store(0, x[0])
+
+    def in_a_lambda(x, out):
+        f = lambda i: cuda.atomic.add(out, i, x[i])
+        f(0)
+
+    def reads_a_view(x, out):
+        bits = x.view(np.int32)
+        out[0] = bits[0]
+
+    def a_tuple_of_both(x, out):
+        pair = (x, out)
+        pair[1][0] = pair[0][0]
+
+    def an_exchange_of_variables(x, out):
+        a, b = out, x
+        a, b = b, a
+        b[0] = a[0]
+
+
+class CudaNeverStores:
+    """Kernels that leave their output as it is."""
+
+    def assigns_to_the_name(x, out):
+        out = x  # noqa: F841
+
+    def only_reads(x, out):
+        y = out[0] + 1  # noqa: F841
+
+
+def launched_on_cuda(kernel, **options):
+    return partial(jax.eval_shape, xk.numba_cuda_kernel(cuda.jit(kernel), like_first, grid=1, block=1, **options))
+
+
+@pytest.mark.parametrize("kernel", [x for x in vars(CudaWrites).values() if callable(x)])
+def test_cuda_kernel_that_writes_to_an_input_unseen_by_numba_is_rejected(kernel):
+    with pytest.raises(TypeError, match=r"(writes|may write) to input 'x'.*in_out_argnames"):
+        launched_on_cuda(kernel)(spec(4))
+
+
+@pytest.mark.parametrize("kernel", [x for x in vars(CudaRight).values() if callable(x)])
+def test_cuda_kernel_that_is_right_is_accepted(kernel):
+    launched_on_cuda(kernel)(spec(4))
+
+
+@pytest.mark.parametrize("kernel", [x for x in vars(CudaNeverStores).values() if callable(x)])
+def test_cuda_kernel_that_never_stores_to_an_output_is_rejected(kernel):
+    """The same holds for in-out arguments."""
+    with pytest.raises(TypeError, match="never stores to 'out'"):
+        launched_on_cuda(kernel)(spec(4))
+    with pytest.raises(TypeError, match="never stores to 'out'"):
+        launched_on_cuda(kernel, in_out_argnames=["out"])(spec(4), spec(4))
+    launched_on_cuda(kernel, zero_outputs=True)(spec(4))
+
+
 @pytest.mark.parametrize("name", ["in_turns", "by_a_variable", "by_forall", "with_a_star"])
 def test_callables_that_launch_in_other_ways_are_taken(name):
     """What the source does not show counts as right."""

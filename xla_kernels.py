@@ -3267,7 +3267,8 @@ class _ArrayAccesses(_AbstractInterpreter):
     def note(self, values: Iterable[Any], node: ast.AST, is_certain: bool = True, is_guarded: bool = False) -> None:
         """Note a store to arrays."""
         for view in _views(values):
-            access = _Access(ast.unparse(node), is_certain, is_guarded and not view.ignores_readonly)
+            is_rejected = is_guarded and not (is_certain and view.ignores_readonly)
+            access = _Access(ast.unparse(node), is_certain, is_rejected)
             self.accesses[view.parameter].append(access)
             if self.depth > 1 or not is_certain:
                 self.replayed.add(view.parameter)
