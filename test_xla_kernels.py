@@ -4115,7 +4115,7 @@ def test_warp_gradient_is_right_or_warned_about_once(case):
         variable, statement = stale
         pattern = (
             rf"'{kernel.key}': the gradient .* needs {re.escape(repr(variable))} as it was in .*, but has a later "
-            r"value \(line (\d+) of (.*)\)\. .* (constant length|local variable) .* jax.test_util.check_grads"
+            r"value \(line (\d+) of (.*)\)\. .* (constant length|local variable).* jax.test_util.check_grads"
         )
         line, file, _ = re.search(pattern, str(warning.message)).groups()
         assert linecache.getline(file, int(line)).strip() == statement
