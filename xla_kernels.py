@@ -3562,7 +3562,7 @@ def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap, i
 # 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
 # Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
-# simulator.  The first two compile a kernel to machine code.  Then this section loads the machine code on each GPU, using
+# simulator.  The first two compile a kernel to machine code.  This section loads the machine code on each GPU, using
 # CUDA's driver API, and writes a handler that launches it.  Section 6 calls `_write_cuda_fill` and
 # `_write_stream_and_device` of 9.3, for outputs and for Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
@@ -4236,10 +4236,10 @@ def _callable_package(func: Any, title: str) -> _NumbaCuda:
     for package in packages:
         if package in captured:
             return package
+    state = "Both are imported" if imported else "Neither is imported"
     raise TypeError(
-        f"{title} must reference a kernel or `cuda`, which show whether its arrays belong to numba.cuda or to "
-        f"numba_cuda_mlir. {'Both' if imported else 'None of them'} is imported, and it references neither. Add a "
-        "default: def launch(x, out, stream, cuda=cuda): ..."
+        f"{title} must reference a kernel or `cuda`, to show whether its arrays belong to numba.cuda or to "
+        f"numba_cuda_mlir. {state}, and it references neither. Add a default: def launch(x, out, stream, cuda=cuda)."
     )
 
 
