@@ -2883,7 +2883,7 @@ def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     check_close(jax.vmap(call_op(op))(x, x), 2 * x)
     op.def_numba_cuda_kernel(cuda.jit(cuda_add))
-    with pytest.raises(ValueError, match="give either both grid and block, or launch_dims; got neither"):
+    with pytest.raises(ValueError, match="takes either both grid and block, or launch_dims; got neither"):
         jax.eval_shape(call_op(op), x, x)
 
 

@@ -3709,7 +3709,8 @@ def numba_cuda_callable(
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
         (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one that `func` or its helpers
-        reference, by a kernel or by `cuda`.  Create the wrapper once: each new function object is compiled again.
+        reference by a kernel or by `cuda`, or else to `numba_cuda_mlir`.  Create the wrapper once, because each new
+        function object is compiled again.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -3904,7 +3905,7 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _CallParams) -> _Target:
-        package = _callable_package(self.kernel, self.title)
+        package = _callable_package(self.kernel)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
         read_only = frozenset(range(len(call.ins))) - {i for i, _ in call.aliases}
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
@@ -3919,28 +3920,41 @@ class _CudaCallable(_CudaWrapper):
         return self._find_cuda_target(package, call, compile_handler)
 
 
-# What the packages and NumPy report about a write to a read-only array.
+# What the packages and NumPy report about a write to a read-only array, and about a stream of another package.
 _READ_ONLY_WRITE = re.compile(r"Cannot modify readonly array|setitem\(readonly array|destination is read-only")
+_FOREIGN_STREAM = re.compile(r"Unsupported stream type|Expected a Stream object")
 
 
 def _run_callable(func: Callable, inputs: Sequence[str], arrays: Sequence[Any], stream: Any, _: int) -> None:
-    """Call the function of a `numba_cuda_callable`, and explain an error about a write to one of its inputs."""
+    """Call the function of a `numba_cuda_callable`.  `inputs` has the names of its read-only inputs, for errors."""
     try:
         returned = func(*arrays, stream)
     except Exception as error:
-        if not _READ_ONLY_WRITE.search(str(error)):
-            raise
-        shown = ", ".join(map(repr, inputs))
-        raise TypeError(
-            f"Inputs are read-only, because JAX may share them. A launch or an assignment writes to one of the inputs "
-            f"({shown}). Write to an output, or alias an output to the input: input_output_aliases={{i: j}}. For a "
-            f"temporary copy: tmp = cuda.device_array_like(x); tmp.copy_to_device(x, stream=stream). {error}"
-        ) from error
+        if fix := _callable_error_fix(str(error), inputs):
+            raise TypeError(f"{fix}\n{error}") from error
+        raise
     if returned is not None:
         raise TypeError(
             f"A callable returns nothing; this one returned {type(returned).__name__}. Let its kernels store the "
             "results to the outputs, and remove `return` or `yield`."
         )
+
+
+def _callable_error_fix(text: str, inputs: Sequence[str]) -> str:
+    """Return the explanation of an error of the packages, or an empty text."""
+    if _READ_ONLY_WRITE.search(text):
+        return (
+            "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one of the inputs "
+            f"({', '.join(map(repr, inputs))}). Write to an output, or alias an output to the input: "
+            "input_output_aliases={i: j}. For a temporary copy: tmp = cuda.device_array_like(x); "
+            "tmp.copy_to_device(x, stream=stream)."
+        )
+    if _FOREIGN_STREAM.search(text):
+        return (
+            "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
+            "Reference the package of the kernel by a default: def launch(x, out, stream, cuda=cuda)."
+        )
+    return ""
 
 
 # -- 9.2 The packages that compile kernels ------------------------------------------------------------
@@ -4221,26 +4235,22 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
     return None
 
 
-def _callable_package(func: Any, title: str) -> _NumbaCuda:
+def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    The kernels belong to a package that is imported.  If this does not decide, captured values do.
+    This is the package of a kernel or module that the callable captures.  If it captures none (kernels may be anywhere),
+    it is the package that is imported, or else the one that is installed.
     """
-    numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
-    packages = [_NUMBA_CUDA_MLIR, numba_cuda]
-    imported = [package for package in packages if package.module in sys.modules]
-    if len(imported) == 1:
-        return imported[0]
+    packages = [_NUMBA_CUDA_MLIR, _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA]
     with _CUDASIM_LOCK:  # a simulated kernel that is running has other globals
         captured = {_cuda_package(value) for value in _values_reachable_from(func)}
-    for package in packages:
-        if package in captured:
-            return package
-    state = "Both are imported" if imported else "Neither is imported"
-    raise TypeError(
-        f"{title} must reference a kernel or `cuda`, to show whether its arrays belong to numba.cuda or to "
-        f"numba_cuda_mlir. {state}, and it references neither. Add a default: def launch(x, out, stream, cuda=cuda)."
-    )
+    imported = {package for package in packages if package.module in sys.modules}
+    for candidates in captured, imported:
+        for package in packages:
+            if package in candidates:
+                return package
+    is_successor_installed = importlib.util.find_spec("numba_cuda_mlir") is not None
+    return packages[0] if is_successor_installed and not _uses_cudasim() else packages[1]
 
 
 def _values_reachable_from(func: Any) -> list[Any]:
