@@ -2841,23 +2841,26 @@ def launch_with_mlir():
 def test_cuda_callables_reference_a_package_if_both_are_imported(monkeypatch, reference):
     for name in CUDA_MODULES:
         monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
-    assert xk._callable_package(PACKAGE_REFERENCES[reference], "callable").module == "numba_cuda_mlir.cuda"
+    assert xk._callable_package(PACKAGE_REFERENCES[reference]).module == "numba_cuda_mlir.cuda"
 
 
-@pytest.mark.parametrize(
-    "imported", [["numba.cuda"], ["numba_cuda_mlir.cuda"], [], ["numba.cuda", "numba_cuda_mlir.cuda"]]
-)
+@pytest.mark.parametrize("imported", [CUDA_MODULES[:1], CUDA_MODULES[1:], CUDA_MODULES], ids=str)
 def test_cuda_callables_that_reference_no_package(monkeypatch, imported):
-    """If one package is imported, it is the one; otherwise the error names the fix."""
+    """They get arrays of the package that is imported."""
     for name in CUDA_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in imported:
         monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
-    if len(imported) == 1:
-        assert xk._callable_package(lambda x: math.pi, "callable").module == imported[0]
-        return
-    with pytest.raises(TypeError, match=r"(Both are|Neither is) imported.*stream, cuda=cuda\)"):
-        xk._callable_package(lambda x: math.pi, "callable")
+    assert xk._callable_package(lambda x: math.pi).module == imported[-1]
+
+
+@pytest.mark.parametrize("text, fix", [
+    ("TypeError: Unsupported stream type Stream.", "belongs to another one.*cuda=cuda"),
+    ("Cannot modify readonly array of type: readonly array(float32, 1d, C)", "'x', 'y'.*input_output_aliases={i: j}"),
+    ("Unknown attribute 'nope' of type readonly array(float32, 1d, C)", "^$"),
+])  # fmt: skip
+def test_cuda_errors_of_packages_in_callables_name_the_fix(text, fix):
+    assert re.search(fix, xk._callable_error_fix(text, ["x", "y"]))
 
 
 @on_device
@@ -3008,6 +3011,7 @@ def test_gpu_command_buffers(tmp_path):
 @on_gpu
 def test_gpu_inputs_on_every_device_and_in_the_memory_of_the_host():
     op = batch_op(cuda.jit(cuda_add))
+    copy_in_place = batch_op(cuda.jit(cuda_copy), input_output_aliases={0: 0})
     for k, device in enumerate(jax.local_devices(backend="cuda")):
         numbers = np.arange(7, dtype=np.float32) + k
         for place in device, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"):
@@ -3015,6 +3019,7 @@ def test_gpu_inputs_on_every_device_and_in_the_memory_of_the_host():
             out = op(x, x)
             assert out.devices() == {device}
             np.testing.assert_array_equal(out, 2 * numbers)
+            np.testing.assert_array_equal(jax.jit(copy_in_place)(x), numbers)
 
 
 # -- a batch is one launch: with the fake driver for each package, and on a GPU --------------------------
@@ -3069,6 +3074,33 @@ def reasons(caplog):
 
 def run_on_gpu(function, *args):
     return jax.block_until_ready(jax.jit(function)(*args))
+
+
+@pytest.fixture
+def memsets(monkeypatch):
+    """The calls of cuMemsetD8Async by handlers that are compiled from now on, one item each."""
+    found = []
+    find = xk._LibCuda.address
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
+
+    @functools.cache
+    def recording(address):
+        def record(target, value, nbytes, stream):
+            found.append(nbytes)
+            return kind(address)(target, value, nbytes, stream)
+
+        return kind(record)
+
+    def address(libcuda, name):
+        address = find(libcuda, name)
+        return ctypes.cast(recording(address), ctypes.c_void_p).value if name == "cuMemsetD8Async" else address
+
+    monkeypatch.setattr(xk._LibCuda, "address", address)
+    yield found
+    KEPT_ALIVE.append(recording)  # as handlers are
+
+
+KEPT_ALIVE = []
 
 
 class OnGpu(typing.NamedTuple):
@@ -3147,6 +3179,37 @@ def test_fakecuda_or_gpu_a_batch_is_one_launch(cuda_on_gpu, kind, reasons):
     cuda_on_gpu.check(batch_op(kernel, **options), inputs, 3 if reason else 1)
     found = reasons()
     assert len(found) == bool(reason) and all(re.match(reason, text) for text in found)
+
+
+@pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 3), (True, 3), (False, 0)])
+def test_fakecuda_or_gpu_new_outputs_and_scratch_start_from_zeros(cuda_on_gpu, memsets, zero_outputs, n_memsets):
+    """A batch is one launch, with one memset for each output and scratch buffer that is not aliased to an input."""
+    body = f"{EACH}a[i] = x[i]; b[i] += x[i]; tmp[i] = y[i]; y[i] = x[i]"
+    kernel = own_kernel(cuda_on_gpu.cuda, "x, y, a, b, tmp", body)
+    outs = lambda x, y: (y, x, x)
+    options = {"outs": outs, "scratch": like_first, "in_out_argnames": ["y"], "zero_outputs": zero_outputs}
+    expected = None if zero_outputs is False else (PAIRS[0],) * 3
+    LAUNCHED.clear()
+    results = cuda_on_gpu.run(jax.vmap(batch_op(kernel, **options)), *PAIRS)
+    assert (len(LAUNCHED), memsets) == (1, [4 * 3 * 7] * n_memsets)
+    if cuda_on_gpu.has_numbers and expected:
+        check_close(results, expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 2), (False, 0)])
+def test_gpu_outputs_of_callables_start_from_zeros(memsets, zero_outputs, n_memsets):
+    accumulate = cuda_jit(cuda_accumulate)
+
+    def launch(x, out, tmp, stream):
+        accumulate[1, 8, stream](x, tmp)
+        accumulate[1, 8, stream](tmp, out)
+
+    options = {"scratch": like_first, "zero_outputs": zero_outputs}
+    results = run_on_gpu(jax.vmap(xk.numba_cuda_callable(launch, like_first, **options)), PAIRS[0])
+    assert memsets == [4 * 3 * 7] * n_memsets
+    if zero_outputs is None:
+        check_close(results, PAIRS[0])
 
 
 @pytest.mark.parametrize("function, counts", [(Cached.read_table, [0, 0, 0]), (Cached.count_in_table, [1, 2, 3])])

@@ -4238,8 +4238,8 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel or module that the callable captures.  If it captures none (kernels may be anywhere),
-    it is the package that is imported, or else the one that is installed.
+    This is the package of a kernel or a module that the callable captures.  If it captures none, because its kernels
+    are elsewhere, this is the package that is imported, or else the one that is installed.
     """
     packages = [_NUMBA_CUDA_MLIR, _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA]
     with _CUDASIM_LOCK:  # a simulated kernel that is running has other globals
