@@ -3629,6 +3629,8 @@ def numba_cuda_kernel(
 
     The logger of this module states the reason, at level DEBUG.
 
+    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` per output, on the same stream, also for a batch.
+
     A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
     lives.  A kernel that writes to such an array changes the caller's array.  CUDA kernels cannot raise exceptions.
 
@@ -3697,14 +3699,15 @@ def numba_cuda_callable(
     temporary arrays (`cuda.device_array_like(x)`), copy arrays (`tmp.copy_to_device(x, stream=stream)`), and read them
     (`x.copy_to_host(stream=stream)`, then `stream.synchronize()`).  These rules are its own responsibility:
 
-    - Launch on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
-    - Store the results to the outputs.  Inputs are read-only device arrays, unless an output is aliased to them.  If a
-      kernel assigns to an element of an input, its launch raises an error, except for a kernel that was compiled before
-      (explicit signatures, and numba-cuda-mlir) and for atomics.
-    - Do not keep the arrays after the call, and do not call JAX.
+    - Launch every kernel on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
+    - Store the results to the outputs, and change no input.  Inputs are read-only device arrays, unless an output is
+      aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  This is not
+      noticed for atomics, for cache-hinted stores, or for a kernel that was compiled for writable arrays before (with
+      explicit signatures, or by numba-cuda-mlir).
+    - Do not use the arguments after the call, and do not call JAX.
 
-    It need not synchronize.  `vmap` calls it once per slice.  The right device is current.  Without a GPU, a program
-    can still be lowered for CUDA.
+    The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
+    Without a GPU, a program can still be lowered for CUDA.
 
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
@@ -3931,7 +3934,8 @@ def _run_callable(func: Callable, inputs: Sequence[str], arrays: Sequence[Any], 
         returned = func(*arrays, stream)
     except Exception as error:
         if fix := _callable_error_fix(str(error), inputs):
-            raise TypeError(f"{fix}\n{error}") from error
+            location = re.search(r"During: (typing of .+)", str(error))
+            raise TypeError(f"{fix} ({location[1]})" if location else fix) from error
         raise
     if returned is not None:
         raise TypeError(
@@ -4278,6 +4282,13 @@ def _values_reachable_from(func: Any) -> list[Any]:
 # values in the handler.
 
 
+# cuda.h: CUfunction_attribute and CUdevice_attribute
+_FUNC_MAX_THREADS_PER_BLOCK = 0
+_FUNC_STATIC_SHARED_BYTES = 1
+_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
+_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
+
+
 def _cuda_ordinals() -> list[int]:
     """Return the CUDA ordinals of JAX's GPUs, or an empty list if JAX has none."""
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
@@ -4347,12 +4358,6 @@ class _LibCuda:
         self.call("cuFuncSetAttribute", function, _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
         return function.value or 0
 
-
-# cuda.h: CUfunction_attribute and CUdevice_attribute
-_FUNC_MAX_THREADS_PER_BLOCK = 0
-_FUNC_STATIC_SHARED_BYTES = 1
-_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
-_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
 
 # PTX of a kernel that reads z of its blocks or grid, uses clusters, or calls external functions that may do so.  Then
 # the blocks along z cannot be slices.
