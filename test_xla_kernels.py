@@ -2588,6 +2588,21 @@ def cuda_accumulate(x, out):
         cuda.atomic.add(out, i, x[i])
 
 
+def twice_element(x, i):
+    return 2 * x[i]
+
+
+def with_helper(helper):
+    """Return a kernel that calls a helper."""
+
+    def kernel(x, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = helper(x, i)
+
+    return kernel
+
+
 class Doubling:
     """Launches of kernels that the code of `launch` does not reference."""
 
@@ -2613,6 +2628,8 @@ def callables():
     add, copy, double, accumulate = map(cuda_jit, (cuda_add, cuda_copy, cuda_double, cuda_accumulate))
     three_arrays = "void(float32[:], float32[:], float32[:])"
     with_signature = cuda.jit(three_arrays)(cuda_add)
+    helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
+    call_helper = cuda.jit(with_helper(helper))
     kernels = [copy, double]
     buffers_of_state = {}
 
@@ -2700,6 +2717,9 @@ def callables():
     def explicit_signature(x, out, stream):
         with_signature[1, 8, stream](x, x, out)
 
+    def helper_with_signature(x, out, stream):
+        call_helper[1, 8, stream](x, out)
+
     def update_of_zeros(x, out, stream):
         for _ in range(2):
             accumulate[1, 8, stream](x, out)
@@ -2734,11 +2754,11 @@ def callables():
 
 
 CALLABLES = (
-    "one_launch", "temporary_like_the_input", "temporary_that_changes", "helper_that_allocates", "helper_that_launches",
-    "copy_on_the_host", "array_from_the_host", "kernels_in_a_list", "pairs_of_buffers", "swapped_buffers",
-    "dict_of_buffers", "list_of_inputs", "all_arguments", "configured_launch", "forall", "slices_of_arrays",
-    "other_shape", "branch", "explicit_signature", "update_of_zeros", "workspace_that_is_kept", "nested_function",
-    "default", "decorated", "lambda", "method",
+    "one_launch", "temporary_like_the_input", "temporary_that_changes", "helper_that_allocates",
+    "helper_that_launches", "copy_on_the_host", "array_from_the_host", "kernels_in_a_list", "pairs_of_buffers",
+    "swapped_buffers", "dict_of_buffers", "list_of_inputs", "all_arguments", "configured_launch", "forall",
+    "slices_of_arrays", "other_shape", "branch", "explicit_signature", "helper_with_signature", "update_of_zeros",
+    "workspace_that_is_kept", "nested_function", "default", "decorated", "lambda", "method",
 )  # fmt: skip
 
 
@@ -2750,6 +2770,15 @@ def test_on_cuda_callables_in_many_styles(style):
     batch = sample(2, 5)
     check_close(op(batch[0]), 2 * batch[0])
     check_close(jax.jit(jax.vmap(op))(batch), 2 * batch)
+
+
+@on_device
+def test_on_cuda_kernel_whose_helper_has_a_signature():
+    """numba-cuda does not give it a read-only array, so the source shows that it only reads its input."""
+    helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
+    op = xk.numba_cuda_kernel(cuda.jit(with_helper(helper)), like_first, grid=1, block=8)
+    batch = sample(2, 5)
+    check_close(jax.vmap(op)(batch), 2 * batch)
 
 
 def writes_to_input(style):

@@ -3865,8 +3865,18 @@ class _CudaKernel(_CudaWrapper):
         is_checked = self.options.zero_outputs is None
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
-            handler = package.compile(self.kernel, argument_map, in_order, signature) if package.runs_here else None
-            _check_form(self, call, argument_map, is_guarded=True)
+            handler = None
+            is_guarded = True
+            if package.runs_here:
+                compile_kernel = functools.partial(package.compile, self.kernel, argument_map, in_order, signature)
+                try:
+                    handler = compile_kernel()
+                except TypeError:
+                    if not _has_helper_with_signature(self.kernel):
+                        raise
+                    handler = compile_kernel(readonly=False)
+                    is_guarded = False
+            _check_form(self, call, argument_map, is_guarded)
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
@@ -3896,6 +3906,11 @@ class _CudaKernel(_CudaWrapper):
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
+def _has_helper_with_signature(kernel: Any) -> bool:
+    """Return whether a helper has explicit signatures.  Of numba-cuda, it takes no read-only arrays then (0.30.4)."""
+    return not all(getattr(helper, "_can_compile", True) for helper in _kernel_and_helpers(kernel)[1:])
+
+
 class _CudaCallable(_CudaWrapper):
     """The wrapper of a Python function that launches Numba CUDA kernels."""
 
@@ -3911,6 +3926,8 @@ class _CudaCallable(_CudaWrapper):
         package = _callable_package(self.kernel)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
         read_only = frozenset(range(len(call.ins))) - {i for i, _ in call.aliases}
+        if any(map(_has_helper_with_signature, filter(_cuda_package, _values_reachable_from(self.kernel)))):
+            read_only = frozenset()
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
         names = [name for i, name in enumerate(self.parameters) if i in read_only]
         run = functools.partial(_run_callable, self.kernel, names)
@@ -3984,11 +4001,11 @@ class _NumbaCuda:
     # -- compiling --
 
     def compile(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
     ) -> _CompiledHandler:
         """Compile a kernel, and a handler that launches it for each slice until `_CudaBatch` prepares one launch."""
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.launcher(self.adapted(kernel, argument_map), signature)
+        launcher = self.launcher(self.adapted(kernel, argument_map), signature, readonly)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
         def compile_for_batch() -> tuple[_CompiledHandler, int]:
@@ -4000,7 +4017,7 @@ class _NumbaCuda:
                 raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
             batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
             batch_map = argument_map._replace(slice_ranks=signature.ranks)
-            batch_launcher = self.launcher(self.adapted(kernel, batch_map), batch_signature)
+            batch_launcher = self.launcher(self.adapted(kernel, batch_map), batch_signature, readonly)
             if _fingerprint(kernel) != first_fingerprint:
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
             with self.on_device(_cuda_ordinals()[0]):
@@ -4022,11 +4039,11 @@ class _NumbaCuda:
             function = argument_map.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, dict(options))
 
-    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
+    def launcher(self, dispatcher: Any, signature: _Signature, readonly: bool) -> _CudaLauncher:
         """Compile a kernel for the buffers of a signature, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(dispatcher, signature)
+            compiled = self.compile_typed(dispatcher, signature, readonly)
             ptx, entry, _ = self.code(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
@@ -4036,14 +4053,14 @@ class _NumbaCuda:
                 functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
         return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx)
 
-    def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
+    def compile_typed(self, dispatcher: Any, signature: _Signature, readonly: bool) -> Any:
         """Compile a kernel for the current device.  Raise a TypeError if the package cannot compile it."""
         import numba
 
         # The CUDA target that is part of Numba uses Numba's types.
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
         try:
-            return dispatcher.compile(_array_types(nbtypes, signature))
+            return dispatcher.compile(_array_types(nbtypes, signature, readonly))
         except Exception as error:
             raise _compile_error(self.module, signature, error) from error
 
@@ -4173,7 +4190,7 @@ class _CudaSimulator(_NumbaCuda):
     platform = "cpu"
 
     def compile(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
     ) -> _CompiledHandler:
         adapter = argument_map.adapter(kernel.py_func)
 
