@@ -1087,30 +1087,6 @@ def trace_callable(function):
     return jax.eval_shape(xk.numba_cuda_callable(function, spec(3)), spec(3), spec(3))
 
 
-def trace_launch(name):
-    """Trace a callable that launches a kernel in this way."""
-    add = cuda.jit(cuda_add)
-
-    def in_turns(x, y, out, stream):
-        add[1, 64, stream](x, y, out)
-        a, b = y, out
-        for _ in range(3):
-            a, b = b, out
-            add[1, 64, stream](a, x, b)
-
-    def by_a_variable(x, y, out, stream):
-        launch = add[1, 64, stream]
-        launch(x, y, out)
-
-    def by_forall(x, y, out, stream):
-        add.forall(x.size, 0, stream)(x, y, out)
-
-    def with_a_star(*arrays):
-        add[1, 64, arrays[-1]](*arrays[:-1])
-
-    return trace_callable(locals()[name])
-
-
 PART = slice(0, 2)
 cuda_jit = cuda.jit if cuda else itself
 
@@ -1240,12 +1216,6 @@ def test_cuda_kernel_that_never_stores_to_an_output_is_rejected(kernel):
     with pytest.raises(TypeError, match="never stores to 'out'"):
         launched_on_cuda(kernel, in_out_argnames=["out"])(spec(4), spec(4))
     launched_on_cuda(kernel, zero_outputs=True)(spec(4))
-
-
-@pytest.mark.parametrize("name", ["in_turns", "by_a_variable", "by_forall", "with_a_star"])
-def test_callables_that_launch_in_other_ways_are_taken(name):
-    """What the source does not show counts as right."""
-    trace_launch(name)
 
 
 def trace_warp(name, *args, outs=like_first, **options):
@@ -1472,9 +1442,8 @@ ERRORS = {
         (TypeError, "@cuda.jit of numba or numba_cuda_mlir.*Use numba_kernel",
          partial(trace_cuda, numba.njit(itself), launch_dims=1)),
         (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
-        (TypeError, "names neither a kernel nor the `cuda`", trace_callable, lambda x, y, out, stream: math.pi),
         (TypeError, "(x, out, stream).*passes (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
-        (TypeError, "is called as a function of its inputs; its launch is given where it is made: grid=, block=",
+        (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
          lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
         (ValueError, "launch_dims=3 is for 1 indices, but cuda.grid gives 2",
          lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
@@ -2915,11 +2884,11 @@ def test_fakecuda_nested_batches(gpus, package_cuda, kind):
 
 @pytest.mark.parametrize("function, text, n_launches", [
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY", 0),
-    ("cuMemsetD8Async", "cuMemsetD8Async failed where an output of kernel 'kernel' gets its first values", 0),
+    ("cuMemsetD8Async", "cuMemsetD8Async failed while it initialized an output of kernel 'kernel'", 0),
     ("cuLaunchKernel", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY, from a launch with grid=(1, 2, 1), "
-     "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel has at most 128 threads in a block, by its registers "
-     "and launch_bounds: 256 are too many; on this GPU the kernel has at most 232320 bytes of dynamic shared memory: "
-     "300000 are too many (raised in kernel 'kernel')", 1),
+     "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel can have at most 128 threads in a block, by its "
+     "registers and launch_bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
+     "dynamic shared memory, and the launch has 300000 (raised in kernel 'kernel')", 1),
 ])  # fmt: skip
 def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, function, text, n_launches):
     options = {"grid": (1, 2), "block": (64, 4), "shared_mem": 300_000, "zero_outputs": True}
@@ -2942,8 +2911,8 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
     ("out.at[0].set(1.0)", {}, "write out[i] = 1.0"),
     ("out[0] = a[0]", {}, "globals and closures can be numbers"),
     ("out[0] = x[0]", {"device": True}, "takes a function decorated with @cuda.jit"),
-    ("cuda.grid(1)", {"debug": True, "opt": False}, "'kernel' has debug=True: .*numba_cuda_callable"),
-    ("cuda.cg.this_grid().sync()", {}, "'kernel' has a cooperative launch: .*numba_cuda_callable"),
+    ("cuda.grid(1)", {"debug": True, "opt": False}, "'kernel' has debug=True.*numba_cuda_callable"),
+    ("cuda.cg.this_grid().sync()", {}, "'kernel' has a cooperative launch.*numba_cuda_callable"),
 ])  # fmt: skip
 def test_fakecuda_mistakes_are_refused_at_the_trace(gpus, monkeypatch, package_cuda, body, options, refused):
     """In words of JAX, whichever package says what is wrong."""
@@ -3079,31 +3048,326 @@ def test_on_cuda_kernel_that_does_not_take_buffers():
     check_close(jax.vmap(axpy, (0, None, None, 0))(counts, 2.0, x, np.stack([3 * x, 3 * x])), expected)
 
 
-class FiveTimes:
-    """A method launches the kernels, and names their package in a function alone."""
+def cuda_copy(x, out):
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] = x[i]
+
+
+def cuda_double(out):
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] *= 2
+
+
+def cuda_accumulate(x, out):
+    i = cuda.grid(1)
+    if i < out.size:
+        cuda.atomic.add(out, i, x[i])
+
+
+def twice_element(x, i):
+    return 2 * x[i]
+
+
+def with_helper(helper):
+    """Return a kernel that calls a helper."""
+
+    def kernel(x, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = helper(x, i)
+
+    return kernel
+
+
+class Doubling:
+    """Launches of kernels that the code of `launch` does not reference."""
 
     def __init__(self):
-        self.add, self.shapes = cuda.jit(cuda_add), []
+        self.kernels = {"add": cuda_jit(cuda_add)}
+        self.shapes = []
 
-    def launch(self, x, out, tmp, stream):
-        def own_array():
-            return cuda.device_array(x.shape, x.dtype)
-
-        own = own_array()
-        for arrays in (x, x, tmp), (tmp, x, own), (tmp, own, out):
-            self.add[1, 5, stream](*arrays)
+    def launch(self, x, out, stream):
+        self.kernels["add"][1, 8, stream](x, x, out)
         self.shapes.append(x.shape)
 
 
+def empty_like(x):
+    return cuda.device_array(x.shape, x.dtype)
+
+
+def launch_add(a, b, out, stream):
+    cuda_jit(cuda_add)[1, 8, stream](a, b, out)
+
+
+def callables():
+    """Return functions that store 2 * x to the output, each in another style."""
+    add, copy, double, accumulate = map(cuda_jit, (cuda_add, cuda_copy, cuda_double, cuda_accumulate))
+    three_arrays = "void(float32[:], float32[:], float32[:])"
+    with_signature = cuda.jit(three_arrays)(cuda_add)
+    helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
+    call_helper = cuda.jit(with_helper(helper))
+    kernels = [copy, double]
+    buffers_of_state = {}
+
+    def one_launch(x, out, stream):
+        add[1, 8, stream](x, x, out)
+
+    def temporary_like_the_input(x, out, stream):
+        tmp = cuda.device_array_like(x)
+        copy[1, 8, stream](x, tmp)
+        add[1, 8, stream](x, tmp, out)
+
+    def temporary_that_changes(x, out, stream):
+        tmp = cuda.device_array_like(x)
+        tmp.copy_to_device(x, stream=stream)
+        double[1, 8, stream](tmp)
+        copy[1, 8, stream](tmp, out)
+
+    def helper_that_allocates(x, out, stream):
+        tmp = empty_like(x)
+        copy[1, 8, stream](x, tmp)
+        add[1, 8, stream](x, tmp, out)
+
+    def helper_that_launches(x, out, stream):
+        launch_add(x, x, out, stream)
+
+    def copy_on_the_host(x, out, stream):
+        values = x.copy_to_host(stream=stream)
+        stream.synchronize()
+        out.copy_to_device(2 * values, stream=stream)
+
+    def array_from_the_host(x, out, stream):
+        zeros = cuda.to_device(np.zeros(x.shape, x.dtype), stream=stream)
+        add[1, 8, stream](x, zeros, out)
+        add[1, 8, stream](x, out, out)
+
+    def kernels_in_a_list(x, out, stream):
+        for kernel, arrays in zip(kernels, [(x, out), (out,)]):
+            kernel[1, 8, stream](*arrays)
+
+    def pairs_of_buffers(x, out, stream):
+        tmp = cuda.device_array_like(out)
+        for source, target in [(x, tmp), (tmp, out)]:
+            copy[1, 8, stream](source, target)
+        double[1, 8, stream](out)
+
+    def swapped_buffers(x, out, stream):
+        a, b = out, cuda.device_array_like(out)
+        copy[1, 8, stream](x, a)
+        for _ in range(2):
+            copy[1, 8, stream](a, b)
+            a, b = b, a
+        add[1, 8, stream](x, b, out)
+
+    def dict_of_buffers(x, out, stream):
+        buffers = {"x": x, "out": out}
+        add[1, 8, stream](buffers["x"], buffers["x"], buffers["out"])
+
+    def list_of_inputs(x, out, stream):
+        arrays = [x, x]
+        arrays.append(out)
+        add[1, 8, stream](*arrays)
+
+    def all_arguments(*arrays):
+        add[1, 8, arrays[-1]](arrays[0], arrays[0], arrays[1])
+
+    def configured_launch(x, out, stream):
+        launch = add[1, 8, stream]
+        launch(x, x, out)
+
+    def forall(x, out, stream):
+        add.forall(x.size, 0, stream)(x, x, out)
+
+    def slices_of_arrays(x, out, stream):
+        for part in slice(0, 2), slice(2, None):
+            add[1, 8, stream](x[part], x[part], out[part])
+
+    def other_shape(x, out, stream):
+        flat = x.reshape(x.size)
+        add[1, 8, stream](flat, x.ravel(), out)
+
+    def branch(x, out, stream):
+        kernel = with_signature if x.size < 3 else add
+        kernel[1, 8, stream](x, x, out)
+
+    def explicit_signature(x, out, stream):
+        with_signature[1, 8, stream](x, x, out)
+
+    def helper_with_signature(x, out, stream):
+        call_helper[1, 8, stream](x, out)
+
+    def update_of_zeros(x, out, stream):
+        for _ in range(2):
+            accumulate[1, 8, stream](x, out)
+
+    def workspace_that_is_kept(x, out, stream):
+        if x.shape not in buffers_of_state:
+            buffers_of_state[x.shape] = cuda.device_array(x.shape, x.dtype)
+        tmp = buffers_of_state[x.shape]
+        copy[1, 8, stream](x, tmp)
+        add[1, 8, stream](tmp, x, out)
+
+    def nested_function(x, out, stream):
+        def launch(kernel, *arrays):
+            kernel[1, 8, stream](*arrays)
+
+        launch(copy, x, out)
+        launch(double, out)
+
+    def default(x, out, stream, kernel=add):
+        kernel[1, 8, stream](x, x, out)
+
+    @functools.wraps(one_launch)
+    def decorated(*args):
+        return one_launch(*args)
+
+    launches = [value for value in locals().values() if isinstance(value, types.FunctionType)]
+    return {function.__name__: function for function in launches} | {
+        "decorated": decorated,
+        "lambda": lambda x, out, stream: add[1, 8, stream](x, x, out),
+        "method": Doubling().launch,
+    }
+
+
+CALLABLES = (
+    "one_launch", "temporary_like_the_input", "temporary_that_changes", "helper_that_allocates",
+    "helper_that_launches", "copy_on_the_host", "array_from_the_host", "kernels_in_a_list", "pairs_of_buffers",
+    "swapped_buffers", "dict_of_buffers", "list_of_inputs", "all_arguments", "configured_launch", "forall",
+    "slices_of_arrays", "other_shape", "branch", "explicit_signature", "helper_with_signature", "update_of_zeros",
+    "workspace_that_is_kept", "nested_function", "default", "decorated", "lambda", "method",
+)  # fmt: skip
+
+
 @on_device
-def test_on_cuda_callable_launches_several_kernels_once_per_slice():
-    """By way of a temporary buffer and of an array of its own."""
-    five_times = FiveTimes()
-    op = xk.numba_cuda_callable(five_times.launch, like_first, scratch=like_first)
-    x = np.arange(20, dtype=np.float32).reshape(2, 2, 5)
-    check_close(op(x[0, 0]), 5 * x[0, 0])
-    check_close(jax.jit(jax.vmap(jax.vmap(op)))(x), 5 * x)
-    assert five_times.shapes == [(5,)] * 5
+@pytest.mark.parametrize("style", CALLABLES)
+def test_on_cuda_callables_in_many_styles(style):
+    """Callables are ordinary Python.  No correct one is rejected."""
+    op = xk.numba_cuda_callable(callables()[style], like_first)
+    batch = sample(2, 5)
+    check_close(op(batch[0]), 2 * batch[0])
+    check_close(jax.jit(jax.vmap(op))(batch), 2 * batch)
+
+
+@on_device
+def test_on_cuda_kernel_whose_helper_has_a_signature():
+    """numba-cuda does not give it a read-only array, so the source shows that it only reads its input."""
+    helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
+    op = xk.numba_cuda_kernel(cuda.jit(with_helper(helper)), like_first, grid=1, block=8)
+    batch = sample(2, 5)
+    check_close(jax.vmap(op)(batch), 2 * batch)
+
+
+def writes_to_input(style):
+    """Return a callable that writes to its input `x`, and a kernel that is not compiled yet."""
+    kernel = own_kernel(cuda, "out", "i = cuda.grid(1)\n    if i < out.size: out[i] = 1")
+
+    def launch(x, out, stream):
+        kernel[1, 8, stream](x)
+
+    def of_a_slice(x, out, stream):
+        kernel[1, 8, stream](x[1:])
+
+    def of_a_view(x, out, stream):
+        kernel[1, 8, stream](x.view(np.float32))
+
+    def of_another_shape(x, out, stream):
+        kernel[1, 8, stream](x.reshape(x.size, 1).ravel())
+
+    def element(x, out, stream):
+        x[0] = 1
+
+    def all_elements(x, out, stream):
+        x[:] = 0
+
+    def copy(x, out, stream):
+        x.copy_to_device(np.zeros(x.shape, x.dtype), stream=stream)
+
+    return locals()[style]
+
+
+@on_device
+@pytest.mark.parametrize(
+    "style", ["launch", "of_a_slice", "of_a_view", "of_another_shape", "element", "all_elements", "copy"]
+)
+def test_on_cuda_callables_cannot_write_to_inputs(style):
+    x = jnp.arange(5.0, dtype=jnp.float32)
+    error = error_of(xk.numba_cuda_callable(writes_to_input(style), like_first), x)
+    assert re.search(
+        r"(?s)Inputs are read-only.*inputs \('x'\).*input_output_aliases=\{i: j\}.*device_array_like", error
+    )
+    np.testing.assert_array_equal(x, np.arange(5))
+
+
+@on_device
+def test_on_cuda_callables_can_write_to_an_input_that_an_output_is_aliased_to():
+    double = cuda_jit(cuda_double)
+
+    def launch(x, out, stream):
+        double[1, 8, stream](x)
+
+    op = xk.numba_cuda_callable(launch, like_first, input_output_aliases={"x": 0})
+    x = jnp.arange(5.0, dtype=jnp.float32)
+    check_close(op(x), 2 * x)
+    np.testing.assert_array_equal(x, np.arange(5))
+
+
+@on_device
+def test_on_cuda_an_aliased_input_and_its_output_share_memory():
+    kernel = own_kernel(cuda, "x, out", "i = cuda.grid(1); out[i] = 5; cuda.syncthreads(); out[i] = x[i] + 1")
+    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
+    np.testing.assert_array_equal(op(jnp.zeros(4)), [6, 6, 6, 6])
+
+
+@on_device
+def test_on_cuda_callables_run_once_per_slice():
+    doubling = Doubling()
+    op = xk.numba_cuda_callable(doubling.launch, like_first)
+    x = sample(2, 2, 5)
+    check_close(jax.jit(jax.vmap(jax.vmap(op)))(x), 2 * x)
+    assert doubling.shapes == [(5,)] * 4
+
+
+CUDA_MODULES = ["numba.cuda", "numba_cuda_mlir.cuda"]
+MLIR_CUDA = types.ModuleType("numba_cuda_mlir.cuda")
+PACKAGE_REFERENCES = {
+    "global": lambda: MLIR_CUDA,
+    "helper": lambda: launch_with_mlir(),
+    "list": lambda kernels=[0, MLIR_CUDA]: kernels,
+    "dict": lambda kernels={"cuda": MLIR_CUDA}: kernels,
+    "self": types.MethodType(lambda self: self, types.SimpleNamespace(kernels=[MLIR_CUDA])),
+}
+
+
+def launch_with_mlir():
+    return MLIR_CUDA
+
+
+@pytest.mark.parametrize("reference", PACKAGE_REFERENCES)
+def test_cuda_callables_reference_a_package_if_both_are_imported(monkeypatch, reference):
+    for name in CUDA_MODULES:
+        monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
+    assert xk._callable_package(PACKAGE_REFERENCES[reference]).module == "numba_cuda_mlir.cuda"
+
+
+@pytest.mark.parametrize("imported", [CUDA_MODULES[:1], CUDA_MODULES[1:], CUDA_MODULES], ids=str)
+def test_cuda_callables_that_reference_no_package(monkeypatch, imported):
+    """They get arrays of the package that is imported."""
+    for name in CUDA_MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in imported:
+        monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
+    assert xk._callable_package(lambda x: math.pi).module == imported[-1]
+
+
+@pytest.mark.parametrize("text, fix", [
+    ("TypeError: Unsupported stream type Stream.", "belongs to another one.*cuda=cuda"),
+    ("Cannot modify readonly array of type: readonly array(float32, 1d, C)", "'x', 'y'.*input_output_aliases={i: j}"),
+    ("Unknown attribute 'nope' of type readonly array(float32, 1d, C)", "^$"),
+])  # fmt: skip
+def test_cuda_errors_of_packages_in_callables_name_the_fix(text, fix):
+    assert re.search(fix, xk._callable_error_fix(text, ["x", "y"]))
 
 
 @on_device
@@ -3111,14 +3375,14 @@ def test_on_cuda_errors_of_callables_reach_the_user():
     def refuse_all(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
-    def generate(x, out, stream):  # which does not begin
+    def generate(x, out, stream):  # its body never runs
         yield cuda
 
     for function, text in (
         (refuse_all, r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'refuse_all'\)"),
-        (generate, "it returns a value: launch kernels that write to the outputs"),
+        (generate, "A callable returns nothing; this one returned generator"),
     ):
-        call = xk.numba_cuda_callable(function, like_first, zero_outputs=True)
+        call = xk.numba_cuda_callable(function, like_first)
         assert re.search(text, error_of(call, jnp.ones((1, 3))))
 
 
@@ -3129,7 +3393,7 @@ def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     check_close(jax.vmap(call_op(op))(x, x), 2 * x)
     op.def_numba_cuda_kernel(cuda.jit(cuda_add))
-    with pytest.raises(ValueError, match="give either both grid and block, or launch_dims; got neither"):
+    with pytest.raises(ValueError, match="takes either both grid and block, or launch_dims; got neither"):
         jax.eval_shape(call_op(op), x, x)
 
 
@@ -3254,6 +3518,7 @@ def test_gpu_command_buffers(tmp_path):
 @on_gpu
 def test_gpu_inputs_on_every_device_and_in_the_memory_of_the_host():
     op = batch_op(cuda.jit(cuda_add))
+    copy_in_place = batch_op(cuda.jit(cuda_copy), input_output_aliases={0: 0})
     for k, device in enumerate(jax.local_devices(backend="cuda")):
         numbers = np.arange(7, dtype=np.float32) + k
         for place in device, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"):
@@ -3261,6 +3526,7 @@ def test_gpu_inputs_on_every_device_and_in_the_memory_of_the_host():
             out = op(x, x)
             assert out.devices() == {device}
             np.testing.assert_array_equal(out, 2 * numbers)
+            np.testing.assert_array_equal(jax.jit(copy_in_place)(x), numbers)
 
 
 # -- a batch is one launch: with the fake driver for each package, and on a GPU --------------------------
@@ -3306,6 +3572,33 @@ def reasons(caplog):
 
 def run_on_gpu(function, *args):
     return jax.block_until_ready(jax.jit(function)(*args))
+
+
+@pytest.fixture
+def memsets(monkeypatch):
+    """The calls of cuMemsetD8Async by handlers that are compiled from now on, one item each."""
+    found = []
+    find = xk._LibCuda.address
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
+
+    @functools.cache
+    def recording(address):
+        def record(target, value, nbytes, stream):
+            found.append(nbytes)
+            return kind(address)(target, value, nbytes, stream)
+
+        return kind(record)
+
+    def address(libcuda, name):
+        address = find(libcuda, name)
+        return ctypes.cast(recording(address), ctypes.c_void_p).value if name == "cuMemsetD8Async" else address
+
+    monkeypatch.setattr(xk._LibCuda, "address", address)
+    yield found
+    KEPT_ALIVE.append(recording)  # as handlers are
+
+
+KEPT_ALIVE = []
 
 
 class OnGpu(typing.NamedTuple):
@@ -3365,9 +3658,9 @@ CUDA_BATCHES = {  # parameters and what a thread does, the inputs, options, and 
     "no elements": (("x, z, out", f"{EACH}out[i] = x[i] + z.size"), (PAIRS[0], np.zeros((3, 0), "f4")), {}, None),
     "no dimensions": (("x, a, out", f"{EACH}out[i] = x[i] * a[()]"), (PAIRS[0], sample(3)), {},
                       {"numba_cuda_mlir.cuda": "TypeError: .*cannot compile"}),
-    "in order": (X_Y_OUT, PAIRS, IN_ORDER, "vmap_method says that slices run in order"),
+    "in order": (X_Y_OUT, PAIRS, IN_ORDER, 'vmap_method="sequential" runs slices in order'),
     "asks for z": (("x, y, out", f"{EACH}out[i] = x[i] + cuda.gridDim.z"), PAIRS, {},
-                   "blocks along z are the slices, and its PTX has %n?ctaid.z"),
+                   "the slices are the blocks along z, and its PTX has %n?ctaid.z"),
 }  # fmt: skip
 
 
@@ -3386,6 +3679,37 @@ def test_fakecuda_or_gpu_a_batch_is_one_launch(cuda_on_gpu, kind, reasons):
     assert len(found) == bool(reason) and all(re.match(reason, text) for text in found)
 
 
+@pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 3), (True, 3), (False, 0)])
+def test_fakecuda_or_gpu_new_outputs_and_scratch_start_from_zeros(cuda_on_gpu, memsets, zero_outputs, n_memsets):
+    """A batch is one launch, with one memset for each output and scratch buffer that is not aliased to an input."""
+    body = f"{EACH}a[i] = x[i]; b[i] += x[i]; tmp[i] = y[i]; y[i] = x[i]"
+    kernel = own_kernel(cuda_on_gpu.cuda, "x, y, a, b, tmp", body)
+    outs = lambda x, y: (y, x, x)
+    options = {"outs": outs, "scratch": like_first, "in_out_argnames": ["y"], "zero_outputs": zero_outputs}
+    expected = None if zero_outputs is False else (PAIRS[0],) * 3
+    LAUNCHED.clear()
+    results = cuda_on_gpu.run(jax.vmap(batch_op(kernel, **options)), *PAIRS)
+    assert (len(LAUNCHED), memsets) == (1, [4 * 3 * 7] * n_memsets)
+    if cuda_on_gpu.has_numbers and expected:
+        check_close(results, expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 2), (False, 0)])
+def test_gpu_outputs_of_callables_start_from_zeros(memsets, zero_outputs, n_memsets):
+    accumulate = cuda_jit(cuda_accumulate)
+
+    def launch(x, out, tmp, stream):
+        accumulate[1, 8, stream](x, tmp)
+        accumulate[1, 8, stream](tmp, out)
+
+    options = {"scratch": like_first, "zero_outputs": zero_outputs}
+    results = run_on_gpu(jax.vmap(xk.numba_cuda_callable(launch, like_first, **options)), PAIRS[0])
+    assert memsets == [4 * 3 * 7] * n_memsets
+    if zero_outputs is None:
+        check_close(results, PAIRS[0])
+
+
 @pytest.mark.parametrize("function, counts", [(Cached.read_table, [0, 0, 0]), (Cached.count_in_table, [1, 2, 3])])
 def test_fakecuda_or_gpu_kernel_that_may_write_to_a_global_array(cuda_on_gpu, function, counts, reasons):
     """By a function that it calls: one launch would race in silence."""
@@ -3394,7 +3718,7 @@ def test_fakecuda_or_gpu_kernel_that_may_write_to_a_global_array(cuda_on_gpu, fu
     helper = package.jit(device=True)(written_for(package, function, table=table))
     op = batch_op(package.jit(written_for(package, Cached.by_helper, called=helper)), outs=spec(1))
     cuda_on_gpu.check(op, PAIRS[:1], 3 if any(counts) else 1, np.float32(counts)[:, None])
-    assert reasons() == ({"it may write to global arrays on the device: table"} if any(counts) else set())
+    assert reasons() == ({"the kernel may write to global device arrays: table"} if any(counts) else set())
 
 
 def test_fakecuda_or_gpu_batch_reads_what_the_kernel_read(cuda_on_gpu, reasons):
@@ -3405,7 +3729,7 @@ def test_fakecuda_or_gpu_batch_reads_what_the_kernel_read(cuda_on_gpu, reasons):
     kernel.py_func.__globals__["factor"] = 3.0
     for more in {}, {"input_output_aliases": {0: 0}}:
         cuda_on_gpu.check(batch_op(kernel, **more), [x], 3, 2 * x)
-        assert reasons() == {"it reads other values now than when it was compiled"}
+        assert reasons() == {"captured values have changed since the kernel was compiled"}
 
 
 def test_fakecuda_or_gpu_exported_batch_of_a_kernel_with_a_name(cuda_on_gpu):
@@ -3428,8 +3752,8 @@ def test_fakecuda_or_gpu_launches_that_share_a_handler(cuda_on_gpu, reasons, mon
     limit = xk._LibCuda.limit
     monkeypatch.setattr(xk._LibCuda, "limit", lambda *args: 7 if args[2] == 0 else limit(*args))
     kernel = own_kernel(cuda_on_gpu.cuda, *X_Y_OUT)
-    too_many = "it may then have 7 threads in a block, and block=(8, 1, 1)"
-    has_z = "blocks along z are the slices, and it has some of its own: grid=(2, 1, 2)"
+    too_many = "a block of the kernel for batches can have 7 threads, and block=(8, 1, 1)"
+    has_z = "the slices are the blocks along z, and the launch uses z: grid=(2, 1, 2)"
     for grid, block, n, reason in (1, 8, 3, too_many), (2, 4, 1, None), ((2, 1, 2), 4, 3, has_z), (1, 8, 3, too_many):
         cuda_on_gpu.check(xk.numba_cuda_kernel(kernel, like_first, grid=grid, block=block), PAIRS, n)
         assert reasons() == {reason} - {None}
@@ -3458,7 +3782,7 @@ def test_fakecuda_or_gpu_threads_make_batches_at_once(cuda_on_gpu, monkeypatch):
     ("mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mov.u32 %r4, %nctaid.y;", ""),
 ])  # fmt: skip
 def test_ptx_that_asks_for_z(ptx, asks):
-    found = xk._ASKS_FOR_Z.search(ptx)
+    found = xk._USES_Z.search(ptx)
     assert asks in found[0] if asks else found is None
 
 

@@ -104,6 +104,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import enum
 import functools
 import hashlib
 import importlib.util
@@ -4174,7 +4175,7 @@ def _syntax_trees(file: str, text: str) -> dict[types.CodeType, Any]:
 # -- 8.5 Checks ----------------------------------------------------------------------------------------
 
 
-def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap) -> None:
+def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap, is_guarded: bool = True) -> None:
     """Check the stores of a Numba CUDA kernel to the buffers that this argument map gives it."""
     specs = call.ins + call.outs
     arguments: list[_ArrayView | None] = []
@@ -4186,7 +4187,7 @@ def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap) -
         else:
             arguments.append(_ArrayView(name, len(specs[buffer].shape)))
             buffers[name] = buffer
-    _check_accesses(wrapper, call, _ArrayAccesses(wrapper.kernel, arguments), buffers, is_guarded=True)
+    _check_accesses(wrapper, call, _ArrayAccesses(wrapper.kernel, arguments), buffers, is_guarded)
 
 
 def _check_accesses(
@@ -4236,26 +4237,35 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, funct
 # ======================================================================================================
 # 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
-# numba-cuda (0.30), its successor numba-cuda-mlir (0.6) and Numba's simulator compile; the driver loads and launches.
-# What a new one of these may break.
-# - Loudly: `compile`, `targetoptions`, `py_func`, `_can_compile` of dispatchers; of what they make `_codelibrary` and
-#   `entry_name`, or `ptx` and `metadata`; `cuda.gpus`, `from_cuda_array_interface`, `external_stream`; the simulator's
-#   `FakeCUDAArray`.
-# - Silently, so that all tests named test_fakecuda must pass before it counts as supported: the meaning of parameters,
-#   what a launch needs besides (`check_launch`), how z shows in PTX (`_ASKS_FOR_Z`), that compiled code keeps arrays
-#   alive, and that the context of the call's device is current when XLA calls a handler.
+# Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
+# simulator.  The first two compile a kernel to machine code.  This section loads the machine code on each GPU, using
+# CUDA's driver API, and writes a handler that launches it.  Section 6 calls `_write_cuda_fill` and
+# `_write_stream_and_device` of 9.3, for outputs and for Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
+#
+# What a new version of these packages may break:
+# - With an error: `compile`, `targetoptions`, `py_func` and `_can_compile` of dispatchers; `_codelibrary` and
+#   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `cuda.gpus`, `from_cuda_array_interface`,
+#   `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the simulator.
+# - Silently: the layout of parameters, launches that need more than cuLaunchKernel (`check_launch`), the PTX of code
+#   that depends on z (`_USES_Z`), whether compiled code keeps arrays alive, and whether XLA makes the context of the
+#   call's device current.  Run the tests named test_fakecuda before a version counts as supported.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block over launch_dims of two and three dimensions
+_CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
-_CUDA_LAUNCH_WORDS = 7  # of grid, block and shared_mem: with these the attribute `launch` of a call on a GPU begins
+_CUDA_LIMIT_FIXES = {
+    "grid": "Let each thread run several elements: for i in range(cuda.grid(1), n, cuda.gridsize(1)).",
+    "block": "Use smaller blocks and a larger grid.",
+    "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
+}
+_CUDA_LAUNCH_WORDS = 7  # grid (x, y, z), block (x, y, z), shared_mem: the first integers of the attribute `launch`
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_WHERE = (
-    f"runs on NVIDIA GPUs ({_CUDA_INSTALL}) or, of numba.cuda where NUMBA_ENABLE_CUDASIM=1 is set, on CPUs alone, "
-    "in Python; for CPUs use numba_kernel"
+    f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
+    "CPUs. For compiled code on CPUs, use numba_kernel"
 )
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
-# The simulator keeps the running kernel in globals, also in those of the kernel's module.
+# The simulator stores the running kernel in globals, including those of the kernel's module.
 _CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
@@ -4277,45 +4287,58 @@ def numba_cuda_kernel(
     zero_outputs: bool | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """Make a Numba CUDA kernel a JAX function.
+    """Return a JAX function that launches a Numba CUDA kernel.
 
-    The kernel is called as `kernel(in..., out..., scratch...)` with row-major device arrays (inputs read-only),
-    writes its outputs and returns nothing.  Machine code launches it on XLA's stream: no Python, no GIL, and XLA may
-    capture the launch in a CUDA graph.  Without a GPU a program that calls it can be lowered for CUDA, and exported.
+    The kernel takes row-major device arrays, stores to its outputs, and returns nothing:
 
-    A `vmap` is one launch (per 65,535 slices) whose blocks along z are the slices: so no block may wait for one of
-    another slice.  Each slice is a launch, in order, with `vmap_method="sequential"`, for a grid with several blocks
-    along z, and for a kernel that asks for z of its blocks or grid, is part of a cluster, or may write to a global
-    array on the device; this module's logger says why, at level DEBUG.
+        kernel(*inputs, *outputs, *scratch)
 
-    A global array on the device is read where it lies, and stays in memory for ever; a kernel that writes to it
-    changes JAX's array.  A kernel cannot raise: CUDA has no exceptions.
+    Inputs are read-only.  Machine code launches the kernel on XLA's stream, without Python and the GIL.  XLA may
+    capture the launch in a CUDA graph.  Without a GPU, a program can still be lowered for CUDA and exported.
 
-    With NUMBA_ENABLE_CUDASIM=1 (set before Numba is imported) kernels of `numba.cuda` run in Python on JAX's CPU
+    `vmap` launches the kernel once for up to 65,535 slices.  The slices are the blocks along z, so blocks of different
+    slices must not wait for each other.  In these cases each slice is a launch of its own, in order:
+
+    - `vmap_method="sequential"`;
+    - a grid with several blocks along z;
+    - a kernel that reads z of its blocks or grid, uses clusters, or may write to a global device array.
+
+    The logger of this module states the reason, at level DEBUG.
+
+    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` per output, on the same stream, also for a batch.
+
+    A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
+    lives.  A kernel that writes to such an array changes the caller's array.  CUDA kernels cannot raise exceptions.
+
+    If NUMBA_ENABLE_CUDASIM=1 is set before Numba is imported, kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
 
     Args:
-      kernel: a function decorated with `@cuda.jit` of `numba` (numba-cuda) or of its successor, `numba_cuda_mlir`.
-        Without it, `numba_cuda_kernel(outs=...)` is a decorator, above `@cuda.jit`.
-      outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs,
-        name: as for `numba_kernel`.
-      grid, block: blocks in the grid and threads in a block: ints or tuples of up to three (x, y, z).  Where they
-        depend on the inputs, make the wrapper inside of the function that calls it.
-      launch_dims: instead of both, the number of threads: an int or a tuple of up to three (x, y, z), or a callable
-        like `outs`.  For a matrix it is `x.shape[::-1]` with `j, i = cuda.grid(2)`, as adjacent threads differ in x,
-        and `x.shape` with `i, j`.  Whole blocks cover it, so the kernel must guard the edge (`if i < out.size`).  With
-        no threads at all nothing is launched, and outputs are what they start from, or zeros.
-      threads_per_block: block size over one-dimensional `launch_dims`: over two it is 16x16, over three 8x8x4.
-      shared_mem: bytes of dynamic shared memory, up to the device's opt-in maximum.
+      kernel: A function decorated with `@cuda.jit` of `numba` (numba-cuda) or `numba_cuda_mlir`.  If it is omitted,
+        `numba_cuda_kernel(outs=...)` is a decorator to put above `@cuda.jit`.
+      outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs, name:
+        See `numba_kernel`.
+      grid: An int or a tuple of up to three ints (x, y, z), the number of blocks.  Requires `block`.  If it depends on
+        the inputs, create the wrapper in the function that calls it.
+      block: An int or a tuple of up to three ints (x, y, z), the number of threads in a block.
+      launch_dims: An int, a tuple of up to three ints (x, y, z), or a function of the inputs' specs, the number of
+        threads.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel must check indices
+        (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]` with
+        `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
+      threads_per_block: An int, the block size for one-dimensional `launch_dims`.  Default 256.  For two dimensions
+        the block is 16x16, for three 8x8x4.
+      shared_mem: An int, the bytes of dynamic shared memory.  Default 0.  The device's opt-in maximum is allowed.
+
+    Returns:
+      A function of the inputs, `f(*inputs)`.  Its results have the structure of `outs`.
 
     Raises:
-      TypeError: as `numba_kernel`; and for kernels whose launch is more than one call of CUDA's driver (`debug=True`,
-        cooperative ones): for these there is `numba_cuda_callable`.
-      ValueError: also neither or both launch forms, or one beyond CUDA's limits (1,024 threads in a block); an output
-        that starts with an array in the memory of the host.
-      NotImplementedError: on a platform other than CUDA, without the simulator.
-      jax.errors.JaxRuntimeError: with CUDA's name for the error of a launch that failed, and the limit of the kernel
-        that it exceeds.
+      TypeError: See `numba_kernel`.  Also if a launch takes more than one call of CUDA's driver (`debug=True`,
+        cooperative kernels).  Use `numba_cuda_callable` for these.
+      ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, or if
+        they exceed CUDA's limits (1,024 threads in a block).
+      NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
+      jax.errors.JaxRuntimeError: If a launch fails.  The text has CUDA's error, and the limit that was exceeded.
 
     Example:
       >>> from numba import cuda
@@ -4342,25 +4365,40 @@ def numba_cuda_callable(
     scratch: Any = None,
     zero_outputs: bool | None = None,
 ) -> Callable[..., Any]:
-    """Make a Python function that launches Numba CUDA kernels a JAX function.
+    """Return a JAX function that calls a Python function, which launches Numba CUDA kernels.
 
-    `func(in..., out..., scratch..., stream)` runs on every call, with device arrays and a stream of the package that
-    it names, and the right device current.  It launches any number of kernels on that stream
-    (`kernel[grid, block, stream](...)`), writes the outputs and not the inputs, keeps no array, calls no jax
-    function, and need not synchronize.  `vmap` calls it once per slice.  What its source, and that of its kernels,
-    shows of writes to inputs, outputs that are only added to, and launches without the stream is refused.
+    The Python function runs on every call.  It takes device arrays and a stream, and returns nothing:
 
-    Make it once: another function that a generator made counts as another.
+        func(*inputs, *outputs, *scratch, stream)
+
+    It is ordinary Python, and is not analyzed.  It may call helpers, keep kernels in containers or in `self`, allocate
+    temporary arrays (`cuda.device_array_like(x)`), copy arrays (`tmp.copy_to_device(x, stream=stream)`), and read them
+    (`x.copy_to_host(stream=stream)`, then `stream.synchronize()`).  These rules are its own responsibility:
+
+    - Launch every kernel on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
+    - Store the results to the outputs, and change no input.  Inputs are read-only device arrays, unless an output is
+      aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  This is not
+      noticed for atomics, for cache-hinted stores, or for a kernel that was compiled for writable arrays before (with
+      explicit signatures, or by numba-cuda-mlir).
+    - Do not use the arguments after the call, and do not call JAX.
+
+    The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
+    Without a GPU, a program can still be lowered for CUDA.
 
     Args:
-      func: the function (or a method).  Its code, that of nested functions included, names a kernel, or `cuda` of
-        `numba` or of `numba_cuda_mlir`: as a global, in its closure, as a default, or in a module of yours.
-      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: as for `numba_kernel`; `scratch`
-        gives temporary buffers without an allocation.
+      func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
+        (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one that `func` or its helpers
+        reference by a kernel or by `cuda`, or else to `numba_cuda_mlir`.  Create the wrapper once, because each new
+        function object is compiled again.
+      outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
+        provides temporary arrays without an allocation.
+
+    Returns:
+      A function of the inputs, `f(*inputs)`.  Its results have the structure of `outs`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `numba_cuda_kernel`.
-      jax.errors.JaxRuntimeError: with the type and text of an exception that `func` raised.
+      TypeError, ValueError, NotImplementedError: See `numba_cuda_kernel`.
+      jax.errors.JaxRuntimeError: If `func` raises an exception, with its type and text.
 
     Example:
       >>> from numba import cuda
@@ -4371,8 +4409,9 @@ def numba_cuda_callable(
       ...         out[i] = 2 * x[i]
       >>> @numba_cuda_callable(outs=lambda x: x)
       ... def scale_twice(x, out, stream):
-      ...     scale[out.size // 256 + 1, 256, stream](x, out)
-      ...     scale[out.size // 256 + 1, 256, stream](out, out)
+      ...     tmp = cuda.device_array_like(x)
+      ...     scale[out.size // 256 + 1, 256, stream](x, tmp)
+      ...     scale[out.size // 256 + 1, 256, stream](tmp, out)
       >>> scale_twice(np.ones(3, np.float32)).tolist()
       [4.0, 4.0, 4.0]
     """
@@ -4380,38 +4419,44 @@ def numba_cuda_callable(
     return _make_wrapper(_CudaCallable, options.pop("func"), _Options(**options))
 
 
-# -- 9.1 Wrappers, and launch configurations ----------------------------------------------------------
-# What is to run, on a GPU or in a simulator, and CUDA's limits.
+# -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
 
 
-def _ints(value: Any, what: str) -> tuple[int, ...]:
-    """An int, or some of them; a TypeError if it is something else."""
+def _ints(value: Any, error_text: str) -> tuple[int, ...]:
+    """Return an int, or several ints, as a tuple.  Raise a TypeError for other values."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     try:
         return tuple(map(operator.index, values))
     except TypeError:
-        raise TypeError(what) from None
+        raise TypeError(error_text) from None
 
 
 def _dim3(name: str, value: Any) -> tuple[int, ...]:
-    """An int, or one to three of them, padded with ones and within the limits of every CUDA device."""
-    what = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}"
-    numbers = _ints(value, what)
-    if not 1 <= len(numbers) <= 3:
-        raise ValueError(what)
-    sizes = (*numbers, 1, 1)[:3]
-    least = 1 if name == "block" else 0
-    for axis, size, limit in zip("xyz", sizes, _CUDA_LIMITS[name], strict=True):
-        if not least <= size <= limit:
-            raise ValueError(f"{name}.{axis} must be from {least} to {limit}; got {size} in {name}={sizes}")
-    n_threads = math.prod(sizes)
+    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices."""
+    error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
+    sizes = _ints(value, error_text)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(error_text)
+    xyz = (*sizes, 1, 1)[:3]
+    minimum = 1 if name == "block" else 0
+    for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name], strict=True):
+        if not minimum <= size <= limit:
+            raise ValueError(
+                f"{name}.{axis} must be from {minimum} to {limit}; got {size} in {name}={xyz}. "
+                f"{_CUDA_LIMIT_FIXES[name]}"
+            )
+    n_threads = math.prod(xyz)
     if name == "block" and n_threads > 1024:
-        raise ValueError(f"a CUDA block has at most 1024 threads; block={sizes} has {n_threads}")
-    return sizes
+        raise ValueError(
+            f"A CUDA block has at most 1024 threads. block={xyz} has {n_threads}. {_CUDA_LIMIT_FIXES[name]}"
+        )
+    return xyz
 
 
 @dataclasses.dataclass(kw_only=True)
 class _CudaOptions(_Options):
+    """The arguments of `numba_cuda_kernel`, except for the kernel."""
+
     grid: Any
     block: Any
     launch_dims: Any
@@ -4420,45 +4465,57 @@ class _CudaOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        forms = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
-        if forms not in (["grid", "block"], ["launch_dims"]):
-            raise ValueError(f"give either both grid and block, or launch_dims; got {' and '.join(forms) or 'neither'}")
-        what = f"shared_mem must be a number of bytes; got {self.shared_mem!r}"
-        (self.shared_mem,) = _ints((self.shared_mem,), what)
+        given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
+        if given not in (["grid", "block"], ["launch_dims"]):
+            raise ValueError(
+                f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
+                "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
+            )
+        error_text = f"shared_mem must be a number of bytes; got {self.shared_mem!r}. Pass shared_mem=4 * n_floats."
+        (self.shared_mem,) = _ints((self.shared_mem,), error_text)
         if not 0 <= self.shared_mem < 2**31:
-            raise ValueError(what)
-        what = f"threads_per_block must be an int, or give grid and block; got {self.threads_per_block!r}"
-        _ints((self.threads_per_block,), what)
-
-
-def _launch_at(address: int) -> tuple[int, ...]:
-    return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
+            raise ValueError(error_text)
+        error_text = (
+            f"threads_per_block must be an int; got {self.threads_per_block!r}. For blocks of two or three dimensions, "
+            "pass grid=(x, y), block=(x, y)."
+        )
+        _ints((self.threads_per_block,), error_text)
 
 
 class _CudaWrapper(_NumbaWrapper):
-    """What one kernel and a callable share."""
+    """The wrapper of a Numba CUDA kernel or of a callable."""
 
-    def _target_of(
+    def _flat_results(self, outs: list[Spec], *args: Any) -> list:
+        operands = list(args)
+        call = self._resolve(_input_specs(args), outs)
+        for i, _ in call.aliases:
+            if jax.typeof(args[i]).memory_space == jax.memory.Space.Host:
+                # XLA cannot compile an alias between host and device memory (E1200, jax 0.11.2).
+                operands[i] = jax.device_put(args[i], jax.memory.Space.Device)
+        return call.bind(operands)
+
+    def _find_cuda_target(
         self,
         package: _NumbaCuda,
         call: _CallParams,
-        compile_kernel: Callable[[_Signature], _CompiledHandler | None],
+        compile_handler: Callable[[_Signature], _CompiledHandler | None],
         *options: Any,
         freezes_globals: bool = False,
     ) -> _Target:
-        """What `compile_kernel` makes of the signature of a call; or nothing, where a program is only lowered."""
+        """Return the target of a call.  `compile_handler` returns None if this process only lowers programs."""
         _import("numba", self.decorator, _CUDA_INSTALL)
         self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
         signature = call.signature(self.__name__)
-        platform = package.platform
-        compile_here = functools.partial(compile_kernel, signature)
         options = "cuda", package.module, *options
-        specialization = _Specialization(signature, options, platform, self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_here, freezes_globals)
-        return _Target(name, platform=platform, title=self.title, where=_CUDA_WHERE)
+        specialization = _Specialization(signature, options, package.platform, self.options.name)
+        compile_for_signature = functools.partial(compile_handler, signature)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
+        return _Target(name, platform=package.platform, title=self.title, where=_CUDA_WHERE)
 
 
 class _CudaKernel(_CudaWrapper):
+    """The wrapper of a Numba CUDA kernel."""
+
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
@@ -4472,30 +4529,46 @@ class _CudaKernel(_CudaWrapper):
 
     def __getitem__(self, launch: Any) -> Any:
         raise TypeError(
-            f"{self.title} is called as a function of its inputs; its launch is given where it is made: grid=, block="
+            f"{self.title} is called as a function of its inputs, without [grid, block]; got [{launch}]. Its launch is "
+            "given when the wrapper is created: numba_cuda_kernel(kernel, outs, grid=..., block=...)."
         )
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
         launch = self._launch_configuration(call.ins, _ArrayAccesses(self.kernel, []).n_indices)
-        [form] = self._forms(call, may_return=False)
+        [argument_map] = self._forms(call, may_return=False)
         in_order = self.options.in_order
-        is_checked = self.options.zero_outputs is not False
+        is_checked = self.options.zero_outputs is None
 
-        def compile_kernel(signature: _Signature) -> _CompiledHandler | None:
-            compiled = package.compile(self.kernel, form, in_order, signature) if package.runs_here else None
-            _check_form(self, call, form)
-            return compiled
+        def compile_handler(signature: _Signature) -> _CompiledHandler | None:
+            handler = None
+            is_guarded = True
+            if package.runs_here:
+                compile_kernel = functools.partial(package.compile, self.kernel, argument_map, in_order, signature)
+                try:
+                    handler = compile_kernel()
+                except TypeError:
+                    if not _has_helper_with_signature(self.kernel):
+                        raise
+                    handler = compile_kernel(readonly=False)
+                    is_guarded = False
+            _check_form(self, call, argument_map, is_guarded)
+            return handler
 
-        freezes_globals = package.platform == "cuda"  # Python reads a variable on each run
-        options = form, in_order, is_checked
-        target = self._target_of(package, call, compile_kernel, *options, freezes_globals=freezes_globals)
+        freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
+        options = argument_map, in_order, is_checked
+        target = self._find_cuda_target(package, call, compile_handler, *options, freezes_globals=freezes_globals)
         target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
-        if self.options.name and not in_order:  # for exported programs, whose process may lower no batch
+        if self.options.name and not in_order:
+            # An exported program may contain a batch, although no batch is lowered in the process that loads it.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
     def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
+        """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
+
+        `n_indices` is the number of indices that the kernel gets from `cuda.grid`, or 0 if it is unknown.
+        """
         grid = self.options.grid
         block = self.options.block
         dims = self._option_value("launch_dims", ins)
@@ -4509,7 +4582,14 @@ class _CudaKernel(_CudaWrapper):
         return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
 
 
+def _has_helper_with_signature(kernel: Any) -> bool:
+    """Return whether a helper has explicit signatures.  Of numba-cuda, it takes no read-only arrays then (0.30.4)."""
+    return not all(getattr(helper, "_can_compile", True) for helper in _kernel_and_helpers(kernel)[1:])
+
+
 class _CudaCallable(_CudaWrapper):
+    """The wrapper of a Python function that launches Numba CUDA kernels."""
+
     decorator = "numba_cuda_callable"
 
     def __init__(self, func: Any, options: _Options) -> None:
@@ -4519,32 +4599,72 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _CallParams) -> _Target:
-        package = _cuda_package_named_by(self.kernel, self.title)
+        package = _callable_package(self.kernel)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
+        read_only = frozenset(range(len(call.ins))) - {i for i, _ in call.aliases}
+        if any(map(_has_helper_with_signature, filter(_cuda_package, _values_reachable_from(self.kernel)))):
+            read_only = frozenset()
+        # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
+        names = [name for i, name in enumerate(self.parameters) if i in read_only]
+        run = functools.partial(_run_callable, self.kernel, names)
 
-        function = self.kernel  # what runs it lives for ever: not so the wrapper
+        def compile_handler(signature: _Signature) -> _CompiledHandler | None:
+            if not package.runs_here:
+                return None
+            return _compile_handler(signature, package.callback(signature, run, read_only))
 
-        def run(arrays: list, stream: Any, _: int) -> None:
-            if function(*arrays, stream) is not None:
-                raise TypeError("it returns a value: launch kernels that write to the outputs, and return nothing")
-
-        def compile_callable(signature: _Signature) -> _CompiledHandler | None:
-            return _compile_handler(signature, package.callback(signature, run)) if package.runs_here else None
-
-        return self._target_of(package, call, compile_callable)
+        return self._find_cuda_target(package, call, compile_handler)
 
 
-# -- 9.2 The packages that compile kernels, and the driver --------------------------------------------
-# All that differs between numba-cuda, its successor and the simulator.
+# What the packages and NumPy report about a write to a read-only array, and about a stream of another package.
+_READ_ONLY_WRITE = re.compile(r"Cannot modify readonly array|setitem\(readonly array|destination is read-only")
+_FOREIGN_STREAM = re.compile(r"Unsupported stream type|Expected a Stream object")
+
+
+def _run_callable(func: Callable, inputs: Sequence[str], arrays: Sequence[Any], stream: Any, _: int) -> None:
+    """Call the function of a `numba_cuda_callable`.  `inputs` has the names of its read-only inputs, for errors."""
+    try:
+        returned = func(*arrays, stream)
+    except Exception as error:
+        if fix := _callable_error_fix(str(error), inputs):
+            location = re.search(r"During: (typing of .+)", str(error))
+            raise TypeError(f"{fix} ({location[1]})" if location else fix) from error
+        raise
+    if returned is not None:
+        raise TypeError(
+            f"A callable returns nothing; this one returned {type(returned).__name__}. Let its kernels store the "
+            "results to the outputs, and remove `return` or `yield`."
+        )
+
+
+def _callable_error_fix(text: str, inputs: Sequence[str]) -> str:
+    """Return the explanation of an error of the packages, or an empty text."""
+    if _READ_ONLY_WRITE.search(text):
+        return (
+            "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one of the inputs "
+            f"({', '.join(map(repr, inputs))}). Write to an output, or alias an output to the input: "
+            "input_output_aliases={i: j}. For a temporary copy: tmp = cuda.device_array_like(x); "
+            "tmp.copy_to_device(x, stream=stream)."
+        )
+    if _FOREIGN_STREAM.search(text):
+        return (
+            "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
+            "Reference the package of the kernel by a default: def launch(x, out, stream, cuda=cuda)."
+        )
+    return ""
+
+
+# -- 9.2 The packages that compile kernels ------------------------------------------------------------
+# All that differs between numba-cuda, numba-cuda-mlir and the simulator.
 
 
 class _NumbaCuda:
-    """numba-cuda, or the CUDA target that Numba comes with.  Its successor and the simulator are this with changes."""
+    """The package numba-cuda, or the CUDA target that is part of Numba.  The base class of the other packages."""
 
     module = "numba.cuda"
     platform = "cuda"
     inline = "never"
-    params = staticmethod(_numba_array_members)  # one array as kernels take it
+    params = staticmethod(_numba_array_members)  # an array as the integers that a kernel takes
 
     @property
     def cuda(self) -> Any:
@@ -4556,47 +4676,50 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(self, kernel: Any, form: _ArgumentMap, in_order: bool, signature: _Signature) -> _CompiledHandler:
-        """A handler that launches a kernel: for each slice of a batch, until `_CudaBatch` makes it launch it once."""
+    def compile(
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
+    ) -> _CompiledHandler:
+        """Compile a kernel, and a handler that launches it for each slice until `_CudaBatch` prepares one launch."""
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.launcher(self.adapted(kernel, form), signature)
+        launcher = self.launcher(self.adapted(kernel, argument_map), signature, readonly)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
-        def compile_in_z() -> tuple[_CompiledHandler, int]:
+        def compile_for_batch() -> tuple[_CompiledHandler, int]:
             if in_order:
-                raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-            if asks := _ASKS_FOR_Z.search(launcher.ptx):
-                raise _BatchLaunchUnsupported(f"blocks along z are the slices, and its PTX has {asks[0]}")
+                raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
+            if uses_z := _USES_Z.search(launcher.ptx):
+                raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
             if names := _device_arrays_written_by(kernel):
-                raise _BatchLaunchUnsupported(f"it may write to global arrays on the device: {', '.join(names)}")
-            of_batch = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
-            in_z = self.launcher(self.adapted(kernel, form._replace(slice_ranks=signature.ranks)), of_batch)
+                raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
+            batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
+            batch_map = argument_map._replace(slice_ranks=signature.ranks)
+            batch_launcher = self.launcher(self.adapted(kernel, batch_map), batch_signature, readonly)
             if _fingerprint(kernel) != first_fingerprint:
-                raise _BatchLaunchUnsupported("it reads other values now than when it was compiled")
+                raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
             with self.on_device(_cuda_ordinals()[0]):
-                most_threads = min(in_z.libcuda.limit(_PTR(function), 0) for function in in_z.table if function)
-            emitter = _CudaEmitter(self, in_z, handler.data.inner_loop, most_threads)
-            return _compile_handler(signature, emitter), most_threads
+                max_threads = batch_launcher.max_threads()
+            emitter = _CudaBatchEmitter(self, batch_launcher, handler.data.inner_loop, max_threads)
+            return _compile_handler(signature, emitter), max_threads
 
-        return handler._replace(batch=_CudaBatch(handler, compile_in_z))
+        return handler._replace(batch=_CudaBatch(handler, compile_for_batch))
 
-    def adapted(self, kernel: Any, form: _ArgumentMap) -> Any:
-        """The dispatcher of a kernel that takes all buffers: its own, or that of one which calls it on the device."""
-        is_plain = form.is_plain_for(kernel)
+    def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
+        """Return a dispatcher that takes all buffers and compiles for our types: the kernel's own, if it does both."""
+        is_plain = argument_map.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
-        function = kernel.py_func  # of explicit signatures
+        function = kernel.py_func  # a kernel with explicit signatures compiles for these only
         options = kernel.targetoptions
         if not is_plain:
             on_device = type(kernel)(function, {**options, "device": True, "inline": self.inline})
-            function = form.adapter(on_device, cuda=self.cuda)
+            function = argument_map.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, dict(options))
 
-    def launcher(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
-        """Compile a kernel for our arrays, and load it for every GPU."""
+    def launcher(self, dispatcher: Any, signature: _Signature, readonly: bool) -> _CudaLauncher:
+        """Compile a kernel for the buffers of a signature, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(dispatcher, signature)
+            compiled = self.compile_typed(dispatcher, signature, readonly)
             ptx, entry, _ = self.code(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
@@ -4606,35 +4729,37 @@ class _NumbaCuda:
                 functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
         return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx)
 
-    def compile_typed(self, dispatcher: Any, signature: _Signature) -> Any:
-        """Compile for the current device: a TypeError if that cannot be."""
+    def compile_typed(self, dispatcher: Any, signature: _Signature, readonly: bool) -> Any:
+        """Compile a kernel for the current device.  Raise a TypeError if the package cannot compile it."""
         import numba
 
-        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types  # of the CUDA target of Numba
+        # The CUDA target that is part of Numba uses Numba's types.
+        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
         try:
-            return dispatcher.compile(_array_types(nbtypes, signature))
+            return dispatcher.compile(_array_types(nbtypes, signature, readonly))
         except Exception as error:
             raise _compile_error(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
-        """A TypeError for what cuLaunchKernel alone, with the parameters that a handler packs, cannot launch."""
+        """Raise a TypeError if cuLaunchKernel, with the parameters that a handler passes, cannot launch a kernel."""
         n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
         found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
         declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
-        extras = {
-            "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code back after the launch
+        obstacles = {
+            "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters that this version of {self.module} packs in another way": declared != ["u64"] * n_params,
+            f"parameters in a layout that this version of {self.module} has changed": declared != ["u64"] * n_params,
         }
-        for extra, is_used in extras.items():
-            if is_used:
+        for obstacle, is_present in obstacles.items():
+            if is_present:
                 raise TypeError(
-                    f"numba_cuda_kernel {signature.label!r} has {extra}: its launch is more than one call of CUDA's "
-                    "driver, and a handler makes no other; launch it in a function, by numba_cuda_callable"
+                    f"numba_cuda_kernel {signature.label!r} has {obstacle}. A handler launches a kernel with one call "
+                    "of cuLaunchKernel, which is not enough here. Launch the kernel in a Python function, and wrap it "
+                    "with numba_cuda_callable."
                 )
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
-        """PTX, the name of its entry, and the machine code for the current device."""
+        """Return the PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
@@ -4643,43 +4768,95 @@ class _NumbaCuda:
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
-        """Make a device's primary context current, which XLA uses, too."""
-        with _GPUS_LOCK:  # two threads that look at the list for the first time at once fail in numba_cuda_mlir
+        """Make the primary context of a device current.  XLA uses the primary context, too."""
+        with _GPUS_LOCK:  # numba_cuda_mlir fails if two threads read the list for the first time at once
             device = self.cuda.gpus[ordinal]
         device.__enter__()
         try:
             yield
         finally:
-            # When JAX has freed an array of another GPU, that GPU's context is current, and Numba's assertion fails.
+            # If JAX has freed an array of another GPU, that GPU's context is current, and Numba's assertion fails.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
-        """Calls `run(arrays, stream, launch)` in Python for every slice, with the call's device current."""
+    def callback(
+        self, signature: _Signature, run: Callable[[list, Any, int], None], read_only: Container[int]
+    ) -> _CallbackEmitter:
+        """Return an emitter that calls `run(arrays, stream, launch)` in Python for each slice.
+
+        `read_only` has the numbers of the buffers that `run` gets as read-only arrays.  `launch` is the address of the
+        attribute `launch`.
+        """
 
         def body(buffers: list[tuple[int, tuple]], launch: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
-                for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
-                    view = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
-                    view["stream"] = stream  # copies and fills of the array run on it too
-                    arrays.append(self.cuda.from_cuda_array_interface(view, sync=False))
+                for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
+                    interface = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
+                    interface["stream"] = stream  # the default stream for copies and fills of the array
+                    array = self.cuda.from_cuda_array_interface(interface, sync=False)
+                    arrays.append(_as_read_only(array) if k in read_only else array)
                 run(arrays, self.cuda.external_stream(stream), launch)
 
         return _CallbackEmitter(signature, body, _LibCuda())
 
 
+def _as_read_only(device_array: Any) -> Any:
+    """Make a device array read-only, and return it."""
+    array_class: Any = type(device_array)
+    device_array.__class__ = _read_only_class(array_class)
+    return device_array
+
+
+@functools.cache
+def _read_only_class(device_array_class: Any) -> type:
+    """Return a subclass of a package's device arrays whose elements cannot be assigned, by kernels or by Python.
+
+    The packages compile a kernel for `_numba_type_` of its arguments.  numba-cuda-mlir reuses a kernel that it has
+    compiled for writable arrays (0.6.0).  Explicit signatures accept read-only arrays, too (numba-cuda 0.30.4).
+    """
+    if device_array_class.__name__ == "_ReadOnlyDeviceArray":
+        return device_array_class
+
+    class _ReadOnlyDeviceArray(device_array_class):
+        @property
+        def _numba_type_(self) -> Any:
+            return super()._numba_type_.copy(readonly=True)
+
+        @property
+        def __cuda_array_interface__(self) -> dict:
+            interface = super().__cuda_array_interface__
+            return {**interface, "data": (interface["data"][0], True)}
+
+        def _refuse_write(self, *args: Any, **kwargs: Any) -> None:
+            raise TypeError("The destination is read-only.")
+
+        __setitem__ = setitem = copy_to_device = _refuse_write
+
+        # The base class returns arrays of this class from other methods that return views.
+        def view(self, *args: Any, **kwargs: Any) -> Any:
+            return _as_read_only(super().view(*args, **kwargs))
+
+        def squeeze(self, *args: Any, **kwargs: Any) -> Any:
+            return _as_read_only(super().squeeze(*args, **kwargs))
+
+        def split(self, *args: Any, **kwargs: Any) -> Any:
+            return map(_as_read_only, super().split(*args, **kwargs))
+
+    return _ReadOnlyDeviceArray
+
+
 class _NumbaCudaMlir(_NumbaCuda):
-    """numba-cuda-mlir, as of 0.6.0.  It has no simulator, and compiles for the GPU at hand only."""
+    """The package numba-cuda-mlir (0.6.0).  It has no simulator, and compiles for the current GPU only."""
 
     module = "numba_cuda_mlir.cuda"
-    inline = "always"  # else a kernel that another one calls has no shared memory
+    inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
 
     def code(self, compiled: Any) -> tuple[str, str, bytes]:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
     def params(self, array: _SliceArray) -> list[Any]:  # type: ignore[override]
-        """Data, data again, offset, shape, strides in elements."""
+        """Return an array as a kernel takes it: data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
@@ -4688,34 +4865,42 @@ class _CudaSimulator(_NumbaCuda):
 
     platform = "cpu"
 
-    def compile(self, kernel: Any, form: _ArgumentMap, in_order: bool, signature: _Signature) -> _CompiledHandler:
-        function = form.adapter(kernel.py_func)
+    def compile(
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
+    ) -> _CompiledHandler:
+        adapter = argument_map.adapter(kernel.py_func)
 
         def launched(*buffers: Any) -> None:
-            function(*buffers)
+            adapter(*buffers)
 
-        # The simulator replaces `cuda` in the globals of what it launches: these must be the kernel's.
+        # The simulator replaces `cuda` in the globals of the function that it launches.  So that the kernel sees the
+        # replacement, these must be the kernel's globals.
         namespace = kernel.py_func.__globals__
         simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
 
         def run(arrays: list, stream: Any, launch: int) -> None:
-            words = _launch_at(launch)
+            words = _read_launch(launch)
             simulated[words[:3], words[3:6], stream, words[6]](*arrays)
 
-        return _compile_handler(signature, self.callback(signature, run))
+        return _compile_handler(signature, self.callback(signature, run, range(signature.n_in)))
 
-    def callback(self, signature: _Signature, run: Callable[[list, Any, int], None]) -> _CallbackEmitter:
+    def callback(
+        self, signature: _Signature, run: Callable[[list, Any, int], None], read_only: Container[int]
+    ) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         def body(buffers: list[tuple[int, tuple]], launch: int, *_: int) -> None:
-            # On copies: after an interrupt threads of the simulator go on, and XLA's memory is gone.
+            # Kernels run on copies, because threads of the simulator continue after an interrupt, when XLA's memory
+            # is freed.
             views = []
-            copies = []
-            for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
+            for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
                 memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(pointer)
                 views.append(np.ndarray(shape, dtype, memory))
-                copies.append(views[k].copy())
-                copies[k].flags.writeable = k >= signature.n_in
+            copies = [view.copy() for view in views]
+            for i, j in signature.aliases:
+                copies[i] = copies[signature.n_in + j][...]  # an aliased input and its output share memory
+            for k, array in enumerate(copies):
+                array.flags.writeable = k not in read_only
             with _CUDASIM_LOCK:
                 run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch)
             for k in range(signature.n_in, len(views)):
@@ -4730,7 +4915,7 @@ _CUDA_SIMULATOR = _CudaSimulator()
 
 
 def _uses_cudasim() -> bool:
-    """Whether kernels run in Numba's simulator: as the environment says, or said when Numba was imported."""
+    """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
     config = sys.modules.get("numba.core.config")
     if config:
         return bool(getattr(config, "ENABLE_CUDASIM", False))
@@ -4738,7 +4923,7 @@ def _uses_cudasim() -> bool:
 
 
 def _cuda_package(value: Any) -> _NumbaCuda | None:
-    """The package of a kernel, or of a module `cuda`; None for other values."""
+    """Return the package of a kernel or of a module `cuda`, and None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
     if module.partition(".")[0] == "numba_cuda_mlir":
         return _NUMBA_CUDA_MLIR
@@ -4747,27 +4932,63 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
     return None
 
 
-def _cuda_package_named_by(func: Any, title: str) -> _NumbaCuda:
-    """The package that makes the arrays and the stream of a callable: the one that its code names."""
-    function = getattr(func, "__func__", func)  # of a method
-    with _CUDASIM_LOCK:  # a simulated kernel may be running with its globals replaced
-        found = {_cuda_package(value) for _, value in _all_captured_values(function)}
-    for package in (_NUMBA_CUDA_MLIR, _NUMBA_CUDA, _CUDA_SIMULATOR):
-        if package in found:
-            return package
-    raise TypeError(
-        f"{title} names neither a kernel nor the `cuda` of numba or numba_cuda_mlir, whose arrays it would get: name "
-        "one in its code, as a global, in its closure, or as a default of a parameter"
-    )
+def _callable_package(func: Any) -> _NumbaCuda:
+    """Return the package whose arrays and stream a callable gets.
+
+    This is the package of a kernel or a module that the callable captures.  If it captures none, because its kernels
+    are elsewhere, this is the package that is imported, or else the one that is installed.
+    """
+    packages = [_NUMBA_CUDA_MLIR, _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA]
+    with _CUDASIM_LOCK:  # a simulated kernel that is running has other globals
+        captured = {_cuda_package(value) for value in _values_reachable_from(func)}
+    imported = {package for package in packages if package.module in sys.modules}
+    for candidates in captured, imported:
+        for package in packages:
+            if package in candidates:
+                return package
+    is_successor_installed = importlib.util.find_spec("numba_cuda_mlir") is not None
+    return packages[0] if is_successor_installed and not _uses_cudasim() else packages[1]
+
+
+def _values_reachable_from(func: Any) -> list[Any]:
+    """Return the captured values of a callable and of the Python functions that it calls, with values in containers."""
+    values = [func]
+    searched: set[int] = set()
+    for value in values:  # the list grows in this loop
+        if id(value) in searched:
+            continue
+        searched.add(id(value))
+        if isinstance(value, types.MethodType):
+            values += [value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
+        elif isinstance(value, types.FunctionType) and not _is_library_module(value.__module__):
+            values += [captured for _, captured in _captured_values(value)]
+        elif isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (tuple, list)):
+            values += value
+    return values
+
+
+# -- 9.3 From a kernel to a handler -------------------------------------------------------------------
+# CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
+# compiled a kernel.  A function named `_write_...` writes instructions of the handler; its arguments and results are
+# values in the handler.
+
+
+# cuda.h: CUfunction_attribute and CUdevice_attribute
+_FUNC_MAX_THREADS_PER_BLOCK = 0
+_FUNC_STATIC_SHARED_BYTES = 1
+_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
+_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
 
 
 def _cuda_ordinals() -> list[int]:
-    """The CUDA ordinals of this process's GPUs, empty where JAX has none."""
+    """Return the CUDA ordinals of JAX's GPUs, or an empty list if JAX has none."""
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
 class _LibCuda:
-    """libcuda: called from Python here, and by address from handlers."""
+    """The library libcuda (CUDA's driver), called from Python here, and through addresses from handlers."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -4776,35 +4997,41 @@ class _LibCuda:
         return ctypes.cast(getattr(self.library, name), _PTR).value or 0
 
     def describe(self, code: int) -> str:
-        """CUDA's name for an error."""
+        """Return CUDA's name for an error code."""
         name = ctypes.c_char_p()
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
     def exceeded(self, function: int, launch: tuple[int, ...]) -> str:
-        """The limits of a CUfunction that a launch exceeds."""
+        """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
         for attribute, what, size in (
-            (0, "threads in a block, by its registers and launch_bounds", math.prod(launch[3:6])),
-            (8, "bytes of dynamic shared memory", launch[6]),
+            (
+                _FUNC_MAX_THREADS_PER_BLOCK,
+                "threads in a block, by its registers and launch_bounds",
+                math.prod(launch[3:6]),
+            ),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, "bytes of dynamic shared memory", launch[6]),
         ):
             limit = self.limit(_PTR(function), attribute)
             if size > limit:
-                text += f"; on this GPU the kernel has at most {limit} {what}: {size} are too many"
+                text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
         return text
 
     def limit(self, function: Any, attribute: int) -> int:
-        """An attribute of a CUfunction."""
+        """Return an attribute of a CUfunction."""
         limit = _I32(2**31 - 1)
         self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, function)
         return limit.value
 
     def call(self, name: str, *args: Any) -> None:
+        """Call a function of the driver.  Raise a RuntimeError if it fails."""
         if code := getattr(self.library, name)(*args):
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
     @contextlib.contextmanager
     def keeping_context(self) -> Iterator:
+        """Restore the current context at the end."""
         context = _PTR()
         self.call("cuCtxGetCurrent", ctypes.byref(context))
         try:
@@ -4813,170 +5040,212 @@ class _LibCuda:
             self.call("cuCtxSetCurrent", context)
 
     def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
-        """The CUfunction `entry` in the current context, allowed all the shared memory that the device has."""
+        """Load machine code in the current context.  Return the CUfunction `entry`, with all shared memory allowed."""
         module = _PTR()
         function = _PTR()
-        most = _I32()
+        max_shared_bytes = _I32()
         self.call("cuModuleLoadData", ctypes.byref(module), cubin)
         self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        self.call("cuDeviceGetAttribute", ctypes.byref(most), 97, ordinal)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        static = self.limit(function, 1)  # SHARED_SIZE_BYTES
-        self.call("cuFuncSetAttribute", function, 8, most.value - static)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.call("cuDeviceGetAttribute", ctypes.byref(max_shared_bytes), _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
+        max_dynamic_bytes = max_shared_bytes.value - self.limit(function, _FUNC_STATIC_SHARED_BYTES)
+        self.call("cuFuncSetAttribute", function, _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
         return function.value or 0
 
 
-# -- 9.3 From a kernel to a handler -------------------------------------------------------------------
-# Streams, devices and launches, whatever compiled the kernel.
-
-# What in PTX says that a kernel knows of the z of its blocks or grid, or calls code of others that may: then z cannot
-# count slices.
-_ASKS_FOR_Z = re.compile(
+# PTX of a kernel that reads z of its blocks or grid, uses clusters, or calls external functions that may do so.  Then
+# the blocks along z cannot be slices.
+_USES_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
     r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
 )
-# The fingerprint of each kernel when it was first compiled: each compilation captures values again.
+# The fingerprint of each kernel at its first compilation, because each compilation captures values again.
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
-    """Global arrays on the device that a kernel, or a function that it calls, may write to: workspaces, counters."""
+    """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
     source = _ArrayAccesses(kernel, [])
     names = [name for name, value in _all_captured_values(kernel) if _is_device_array(value)]
     return [name for name in names if source.has_own_code or source.accesses[_GLOBAL + name]]
 
 
-def _ask_xla(handler: _Handler, frame: _StructPointer, function: str, kind: Any) -> Any:
-    """What a function of XLA's API fills in, or the end of the handler with its error."""
+def _write_xla_query(handler: _Handler, frame: _StructPointer, function: str, kind: Any) -> Any:
+    """Call a function of XLA's API that fills in a struct.  If it fails, the handler returns its error."""
     args = handler.new_struct(kind, ctx=frame.ctx)
     error = handler.call_api(frame, function, args)
     handler.ret(error, when=error)
     return args
 
 
-def _cuda_stream(handler: _Handler, frame: _StructPointer) -> _Int64:
-    return _ask_xla(handler, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+def _write_stream(handler: _Handler, frame: _StructPointer) -> _Int64:
+    """Get the stream of the call."""
+    return _write_xla_query(handler, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+
+
+def _write_stream_and_device(handler: _Handler, frame: _StructPointer) -> tuple[_Int64, _Int64]:
+    """Get the stream and the CUDA ordinal of the call."""
+    ordinal = _write_xla_query(handler, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return _write_stream(handler, frame), ordinal
 
 
 def _write_cuda_fill(
     handler: _Handler, frame: _StructPointer, libcuda: _LibCuda, target: _Int64, source: Any, nbytes: _Int64
 ) -> None:
-    """Copy `source`, or write zeros if that is 0, on the call's stream, as CUDA graphs can capture it."""
+    """Copy `source` to `target`, or write zeros if `source` is the Python integer 0.
+
+    This happens on the stream of the call, so that CUDA graphs can capture it.
+    """
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
-    code = handler.call(libcuda.address(function), target, source, nbytes, _cuda_stream(handler, frame))
-    text = f"{function} failed where an output of kernel '{handler.signature.label}' gets its first values"
-    handler.fail(frame, handler.c_string(text), when=code & 0xFFFF_FFFF)  # a C int
+    code = handler.call(libcuda.address(function), target, source, nbytes, _write_stream(handler, frame))
+    text = f"{function} failed while it initialized an output of kernel '{handler.signature.label}'"
+    handler.fail(frame, handler.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
 
 
-def _write_stream_and_device(handler: _Handler, frame: _StructPointer) -> tuple[_Int64, _Int64]:
-    """The stream and the CUDA ordinal of the call."""
-    ordinal = _ask_xla(handler, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return _cuda_stream(handler, frame), ordinal
-
-
-def _launch_words(handler: _Handler, frame: _StructPointer) -> list[_Int64]:
+def _write_launch_loads(handler: _Handler, frame: _StructPointer) -> list[_Int64]:
+    """Load the launch configuration of the call: grid, block, shared_mem."""
     first = handler.launch_attribute(frame)
     return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
 
-class _CudaLauncher:
-    """cuLaunchKernel, from a handler: on XLA's stream, with what was loaded for the call's device."""
+def _read_launch(address: int) -> tuple[int, ...]:
+    """Return the launch configuration at an address (in Python): grid, block, shared_mem."""
+    return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
-    # `functions` are CUfunctions by CUDA ordinal, which `compiled` keeps alive, with the global arrays that they read.
+
+class _CudaLauncher:
+    """A kernel that is loaded on each GPU, and the instructions of a handler that launch it on XLA's stream."""
+
     def __init__(
         self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, ptx: str = ""
     ) -> None:
+        """Create a launcher.  `functions` has a CUfunction for each CUDA ordinal."""
         self.libcuda = libcuda
-        self.compiled = compiled
+        self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
         self.ptx = ptx
-        self.table = (_I64 * (max(functions) + 1))()
+        self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
-            self.table[ordinal] = function
+            self.functions[ordinal] = function
 
         def report(code: int, function: int, address: int) -> int:
-            launch = _launch_at(address)
+            launch = _read_launch(address)
             shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
             text = f"{libcuda.describe(code)}, from a launch with {shown}{libcuda.exceeded(function, launch)}"
             return _store_error_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
+    def max_threads(self) -> int:
+        """Return the number of threads that a block of the kernel can have on every GPU."""
+        functions = filter(None, self.functions)
+        return min(self.libcuda.limit(_PTR(function), _FUNC_MAX_THREADS_PER_BLOCK) for function in functions)
+
     def launch_in(self, handler: _Handler, frame: _StructPointer) -> Callable[..., None]:
-        """Write what all launches of a call share; returns what writes one, for parameters at these addresses."""
+        """Write the instructions that all launches of a call share.  Return a function that writes one launch.
+
+        That function takes the addresses of the kernel's parameters, and optionally another z of the grid.
+        """
         stream, ordinal = _write_stream_and_device(handler, frame)
-        function = handler.load(ordinal * 8 + ctypes.addressof(self.table))
-        x, y, z, *others = _launch_words(handler, frame)
+        function = handler.load(ordinal * 8 + ctypes.addressof(self.functions))
+        x, y, z, *block_and_shared_mem = _write_launch_loads(handler, frame)
 
-        def start(params: Sequence[Any], z: Any = z) -> None:
-            args = function, x, y, z, *others, stream, handler.array(params), 0
+        def write_launch(params: Sequence[Any], z: Any = z) -> None:
+            args = function, x, y, z, *block_and_shared_mem, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
-            with handler.if_(code & 0xFFFF_FFFF, likely=False):  # a C int
-                launch = handler.launch_attribute(frame)
-                handler.fail(frame, handler.call(self.report, code, function, launch))
+            with handler.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
+                handler.fail(frame, handler.call(self.report, code, function, handler.launch_attribute(frame)))
 
-        return start
+        return write_launch
 
 
 class _CudaEmitter(_Emitter):
-    traits = _COMMAND_BUFFER_COMPATIBLE  # nothing but launches, the same ones whenever it is called
+    """Launches a kernel once for each slice."""
 
-    # With `for_each_slice` arrays have the slices as first dimension, and these are the blocks along z.  It is the
-    # address of another handler's `inner_loop`, which launches each: for calls whose blocks have a z, or too many
-    # threads.
-    def __init__(
-        self, package: _NumbaCuda, launcher: _CudaLauncher, for_each_slice: int = 0, most_threads: int = 0
-    ) -> None:
+    traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
+
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
-        self.for_each_slice = for_each_slice
-        self.most_threads = most_threads
 
     def write(self, handler: _Handler, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        if self.for_each_slice:
-            launch = _launch_words(handler, frame)
-            has_z = launch[2] > 1
-            with handler.if_(has_z | (math.prod(launch[3:6]) > self.most_threads), likely=False):
-                handler.ret(handler.call(self.for_each_slice, frame, buffers, count))
-        start = self.launcher.launch_in(handler, frame)
-        if self.for_each_slice:
-            with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-                start(self._params(handler, arrays), z=n_slices)
-        else:
-            with handler.each_slice(buffers, count) as arrays:
-                start(self._params(handler, arrays))
+        write_launch = self.launcher.launch_in(handler, frame)
+        with handler.each_slice(buffers, count) as arrays:
+            write_launch(self._params(handler, arrays))
 
     def _params(self, handler: _Handler, arrays: Sequence[_SliceArray]) -> list[_Int64]:
-        """The addresses of the kernel's parameters."""
+        """Store the kernel's parameters in memory, and return their addresses."""
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
         return [first + 8 * i for i in range(len(params))]
 
 
+class _CudaBatchEmitter(_CudaEmitter):
+    """Launches a kernel once for many slices, which are the blocks along z.
+
+    The kernel takes arrays whose first dimension is the slice.  If a call has several blocks along z, or more threads
+    in a block than this kernel can have, each slice is launched by another handler's `inner_loop`.
+    """
+
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, inner_loop: int, max_threads: int) -> None:
+        super().__init__(package, launcher)
+        self.inner_loop = inner_loop  # an address
+        self.max_threads = max_threads
+
+    def write(self, handler: _Handler, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        launch = _write_launch_loads(handler, frame)
+        has_z = launch[2] > 1
+        has_too_many_threads = math.prod(launch[3:6]) > self.max_threads
+        with handler.if_(has_z | has_too_many_threads, likely=False):
+            handler.ret(handler.call(self.inner_loop, frame, buffers, count))
+        write_launch = self.launcher.launch_in(handler, frame)
+        with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+            write_launch(self._params(handler, arrays), z=n_slices)
+
+
+class _BatchLaunch(enum.Enum):
+    """Whether a handler launches a kernel once for a batch."""
+
+    NOT_COMPILED = enum.auto()  # no batch was lowered yet
+    READY = enum.auto()
+    UNSUPPORTED = enum.auto()  # each slice is a launch; the reason was logged
+
+
 class _CudaBatch:
-    """Makes the handler of a kernel launch it once for a batch, from when a batch is first lowered.
+    """The single launch for a batch, which is compiled when a batch is lowered for the first time.
 
     The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(self, handler: _CompiledHandler, compile_in_z: Callable[[], tuple[_CompiledHandler, int]]) -> None:
-        self.handler = handler  # which launches each slice
-        self.compile_in_z = compile_in_z  # gives another one, and how many threads its blocks may have
-        self.most_threads: int | None = None
+    def __init__(
+        self, handler: _CompiledHandler, compile_for_batch: Callable[[], tuple[_CompiledHandler, int]]
+    ) -> None:
+        self.handler = handler  # launches each slice, until `prepare` succeeds
+        self.compile_for_batch = compile_for_batch  # returns a handler, and the threads that its blocks can have
+        self.state = _BatchLaunch.NOT_COMPILED
+        self.max_threads = 0
         self.lock = threading.Lock()
 
     def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-        """A `_BatchLaunchUnsupported`, or what the package raises, says why a batch of such launches stays as it is."""
+        """Compile the single launch, if that was not tried before.
+
+        Raises:
+          _BatchLaunchUnsupported, or an exception of the package: if each slice of a batch with this grid and block
+            will be a launch.
+        """
         if grid[2] > 1:
-            raise _BatchLaunchUnsupported(f"blocks along z are the slices, and it has some of its own: {grid=}")
+            raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and the launch uses z: {grid=}")
         with self.lock:
-            if self.most_threads is None:
-                self.most_threads = sys.maxsize  # what fails says so once, and is not tried again
-                in_z, self.most_threads = self.compile_in_z()
-                self.handler.keep_alive.append(in_z)
+            if self.state is _BatchLaunch.NOT_COMPILED:
+                self.state = _BatchLaunch.UNSUPPORTED  # unless the next line succeeds
+                batch_handler, self.max_threads = self.compile_for_batch()
+                self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-                self.handler.data.inner_loop = in_z.data.inner_loop
-        if math.prod(block) > self.most_threads:
-            raise _BatchLaunchUnsupported(f"it may then have {self.most_threads} threads in a block, and {block=}")
+                self.handler.data.inner_loop = batch_handler.data.inner_loop
+                self.state = _BatchLaunch.READY
+        if self.state is _BatchLaunch.READY and math.prod(block) > self.max_threads:
+            raise _BatchLaunchUnsupported(
+                f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
+            )
 
 
 # ======================================================================================================
