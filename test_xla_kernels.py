@@ -1012,14 +1012,14 @@ def kernel_from(source, *, name="kernel", **values):
     return namespace[name]
 
 
-def runs(code, parameters="x, out", **values):
+def kernel_from_body(code, parameters="x, out", **values):
     """Return a kernel with this body.  Its source is not available to `inspect`."""
     return kernel_from(f"def kernel({parameters}):\n    {code}", **values)
 
 
-def reads(expression, **values):
+def kernel_storing(expression, **values):
     """Return a kernel that stores this expression to out[0]."""
-    return runs(f"out[0] = {expression}", **values)
+    return kernel_from_body(f"out[0] = {expression}", **values)
 
 
 def target_of(function, *specs):
@@ -1061,7 +1061,7 @@ RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
 def run_code(code, **env):
     """Run code in a new interpreter, in which the preamble and the functions below are defined."""
-    functions = like_first, add_one.__wrapped__, wrap, kernel_from, runs, in_threads, error_of
+    functions = like_first, add_one.__wrapped__, wrap, kernel_from, kernel_from_body, in_threads, error_of
     sources = [PROCESS_PREAMBLE, *map(inspect.getsource, functions), code]
     run_python("-c", "\n".join(sources), timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
 
@@ -1070,11 +1070,11 @@ def run_code(code, **env):
 # Mistakes: each is refused in words that say the rule, the value and the way out.  Every mistake is a row
 
 
-def itself(x):
+def identity(x):
     return x
 
 
-head = wrap(runs("out[:] = 0\n    out[:n] = alpha * x[:n]", "x, n, alpha, out"))
+head = wrap(kernel_from_body("out[:] = 0\n    out[:n] = alpha * x[:n]", "x, n, alpha, out"))
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
 
@@ -1238,7 +1238,7 @@ def broken_op():
     op.def_kernel("nothing", "cpu", lambda: None)
     op.def_kernel("far", "gpu", add_to(1))
     op.def_kernel("undecorated", "cpu", add_one.__wrapped__)
-    op.def_kernel("needs n", "cpu", lambda n: itself)
+    op.def_kernel("needs n", "cpu", lambda n: identity)
     op.def_kernel("effects", "cpu", lambda: wrap(has_side_effect=True))
     op.def_kernel("ordered", "cpu", lambda: partial(jax.experimental.io_callback, abs, spec(8), ordered=True))
     op.def_numba_kernel(numba_multiply)
@@ -1275,37 +1275,45 @@ def call_warp_with(**values):
 
 
 EMPTY_OP = xk.XLACustomKernel("empty")
-NJIT_ITSELF = numba.njit(itself)
+NJIT_ITSELF = numba.njit(identity)
 call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 SPECIAL = importlib.import_module("scipy.special")  # which JAX needs
 WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's kernels do
     "its inputs are read-only, .*: write to an output (a parameter after the inputs), name what it changes in "
-    "in_out_argnames, or use input_output_aliases": [runs("x[0] = 77"), runs("x += 77"), runs("np.add(x, 77, x)")],
+    "in_out_argnames, or use input_output_aliases": [
+        kernel_from_body("x[0] = 77"),
+        kernel_from_body("x += 77"),
+        kernel_from_body("np.add(x, 77, x)"),
+    ],
     "a kernel cannot call JAX: write np. for jnp., and loops for jax.lax and jax.vmap": [
-        runs("out[:] = jnp.sin(x)", jnp=jnp),
-        runs("out[:] = sin(x)", sin=jnp.sin),
-        runs("out[:] = add(x, x)", add=jnp.add),
-        runs("out[:] = relu(x)", relu=jax.nn.relu),
+        kernel_from_body("out[:] = jnp.sin(x)", jnp=jnp),
+        kernel_from_body("out[:] = sin(x)", sin=jnp.sin),
+        kernel_from_body("out[:] = add(x, x)", add=jnp.add),
+        kernel_from_body("out[:] = relu(x)", relu=jax.nn.relu),
     ],
     "noise is an input: draw it by jax.random before the call": [
-        runs("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)
+        kernel_from_body("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)
     ],
-    "write out[i] = 1.0 for out.at[i].set(1.0)": [runs("out.at[0].set(1.0)")],
-    "import outside of the kernel": [runs("import math; out[0] = math.sin(x[0])")],
+    "write out[i] = 1.0 for out.at[i].set(1.0)": [kernel_from_body("out.at[0].set(1.0)")],
+    "import outside of the kernel": [kernel_from_body("import math; out[0] = math.sin(x[0])")],
     "a kernel cannot call a wrapper or an op: call the @numba.njit function in it, wrapper.__wrapped__": [
-        runs("out[:] = wrapped(x)", wrapped=add_one)
+        kernel_from_body("out[:] = wrapped(x)", wrapped=add_one)
     ],
-    "a function that it calls needs @numba.njit (for a GPU @cuda.jit), too": [runs("copy(x, out)", copy=itself)],
+    "a function that it calls needs @numba.njit (for a GPU @cuda.jit), too": [
+        kernel_from_body("copy(x, out)", copy=identity)
+    ],
     "globals and closures can be numbers, tuples and NumPy arrays: what a dict, a list or an object has is an input": [
-        runs("out[0] = a['gain']", a={"gain": 2.0}),
-        runs("out[0] = a[0]", a=[2.0]),
+        kernel_from_body("out[0] = a['gain']", a={"gain": 2.0}),
+        kernel_from_body("out[0] = a[0]", a=[2.0]),
     ],
     "Numba has no such function: there are math.erf and math.gamma; on CPUs SciPy's C functions by get_cython": [
-        runs("out[0] = special.j0(x[0])", special=SPECIAL),
-        runs("out[0] = j0(x[0])", j0=SPECIAL.j0),
+        kernel_from_body("out[0] = special.j0(x[0])", special=SPECIAL),
+        kernel_from_body("out[0] = j0(x[0])", j0=SPECIAL.j0),
     ],
-    "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays": [runs("breakpoint()")],
+    "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays": [
+        kernel_from_body("breakpoint()")
+    ],
 }
 SPECS_NO_VALUES = (
     "Its arguments are specs with .shape and .dtype, and have no values. .*jax.eval_shape(f, x).*a fixed capacity"
@@ -1313,18 +1321,18 @@ SPECS_NO_VALUES = (
 # By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
 ERRORS = {
     "numba": [  # and what all wrappers share: first when a wrapper is made
-        (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(itself)),
-        (TypeError, "got method.*outside of the class", wrap, types.MethodType(itself, 3)),
+        (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(identity)),
+        (TypeError, "got method.*outside of the class", wrap, types.MethodType(identity, 3)),
         (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
         (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x).*instead of target=\"parallel\"",
          wrap, np.sin),
         (TypeError, "got builtin_function_or_method .*. Call it in a function: lambda x: math.sin(x)", wrap, abs),
         (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", wrap, jnp.sin),
-        (TypeError, "outs[1].*'f4'", wrap, itself, [FLOATS, "f4"]),
+        (TypeError, "outs[1].*'f4'", wrap, identity, [FLOATS, "f4"]),
         (ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True", wrap(outs=()), F32),
-        (TypeError, "outs is missing", wrap, itself, None),
-        (TypeError, ".shape and .dtype", wrap, itself, jnp.float32),
-        (ValueError, "negative.*(-1,)", wrap, itself, spec(-1)),
+        (TypeError, "outs is missing", wrap, identity, None),
+        (TypeError, ".shape and .dtype", wrap, identity, jnp.float32),
+        (ValueError, "negative.*(-1,)", wrap, identity, spec(-1)),
         (ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one", partial(wrap, scalars=3)),
         (ValueError, "scalars=['out'] are to be inputs without dimensions", wrap(scalars=["out"]), F32),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
@@ -1335,7 +1343,7 @@ ERRORS = {
         (TypeError, "'add_one': input 0 ('x') .*got list [1, 2]. Convert it, jnp.array(x)", add_one, [1, 2]),
         (TypeError, "got dict .*Pass its values one by one, x[key]", add_one, {"a": F32}),
         (TypeError, "got str 'fast'. .*a variable of the kernel's closure", add_one, "fast"),
-        (TypeError, "got function .*a variable of the kernel's closure", add_one, itself),
+        (TypeError, "got function .*a variable of the kernel's closure", add_one, identity),
         (TypeError, "got NoneType None. .*a variable of the kernel's closure", add_one, None),
         *[(TypeError, f'got ndarray {dtype}. .*x.astype("{cast}")', add_one, np.ones(4, dtype))
           for dtype, cast in [("float128", "float64"), ("complex256", "complex128")] if hasattr(np, dtype)],
@@ -1354,7 +1362,7 @@ ERRORS = {
         (TypeError, "scratch of (float32[4]) raised IndexError: tuple index out of range",
          wrap(scratch=lambda x: spec(x.shape[1])), F32),
         (TypeError, "launch_dims of (float32[4]) raised AttributeError: .*'sum'",
-         lambda: jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(cuda_add), itself, launch_dims=lambda x: x.sum()), F32)),
+         lambda: jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(cuda_add), identity, launch_dims=lambda x: x.sum()), F32)),
         (TypeError, "outs .*a shape of ints. (2, (4,)) contains the shape (4,). Unpack it: (2, *x.shape)",
          wrap(outs=lambda x: spec(2, x.shape)), F32),
         (TypeError, "outs .*a shape of ints; got (2.0,). .*x.size // 2", wrap(outs=lambda x: spec(x.size / 2)), F32),
@@ -1365,11 +1373,11 @@ ERRORS = {
         (TypeError, "must be a spec .*got 4 of type int. Write jax.ShapeDtypeStruct(shape, dtype)",
          wrap(outs=lambda x: x.shape), F32),
         (TypeError, "outs must take all inputs. The call has the inputs (x, n, alpha), but outs takes (x). Write "
-         "outs=lambda x, n, alpha: ...", wrap(head.__wrapped__, itself), F32, 2, 3.0),
+         "outs=lambda x, n, alpha: ...", wrap(head.__wrapped__, identity), F32, 2, 3.0),
         (TypeError, "has the inputs (x), but outs takes (x, n, alpha). Pass 'n', 'alpha' to the call, or write outs=",
          wrap(head.__wrapped__, lambda x, n, alpha: x), F32),
         (TypeError, "has the inputs (x, out), but outs takes (x). If 'out' is an output, do not pass 'out'",
-         wrap(outs=itself), F32, F32),
+         wrap(outs=identity), F32, F32),
         (TypeError, "scratch takes (x, y). Pass 'y' to the call, or write scratch=lambda x: ...",
          wrap(scratch=lambda x, y: x), F32),
         (TypeError, "a tuple, or a NamedTuple", wrap(outs={"out": FLOATS}), F32),
@@ -1391,29 +1399,29 @@ ERRORS = {
         (ValueError, "'y' is float32[4], but outs[1] is missing. Write outs=lambda x, y: (x, y)",
          wrap(lambda x, y: None, in_out_argnames=["x", "y"]), F32, F32),
         (TypeError, "is its own output. 'state' .*a parameter 'state_out'. Drop 'state_out', and write to 'state'",
-         wrap(runs("state_out[:] = state", "state, state_out"), itself, in_out_argnames=["state"]), F32),
+         wrap(kernel_from_body("state_out[:] = state", "state, state_out"), identity, in_out_argnames=["state"]), F32),
         (ValueError, "'x' is in scalars and in in_out_argnames. Remove it from scalars, and write x[()]",
          partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         # the arguments of the kernel
         (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included: it takes",
          wrap(outs=[FLOATS] * 2), F32),
         (TypeError, "a parameter cannot be keyword-only: make it an input, or a variable of the closure:",
-         wrap(runs("out[:] = x + n", "x, out, *, n=3")), F32),
+         wrap(kernel_from_body("out[:] = x + n", "x, out, *, n=3")), F32),
         (TypeError, "got 1 by position and (alpha) by name", partial(head, alpha=F32[0]), F32),  # n is missing
         (TypeError, "position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
         (TypeError, "n[()].*scalars=", head, F32, 2, 3.0),
         (TypeError, "q and not q[()]: a kernel that takes the inputs alone", wrap(lambda x, q: x * q[()]), F32, 2.0),
         # what the kernel does
         *[(TypeError, f"; {text}", wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
-        (TypeError, "pure_callback", wrap(runs("with numba.objmode():\n        print()")), F32),
-        (TypeError, "'kernel' returns int64, not nothing: .*drops the result", wrap(runs("return x.size")), F32),
+        (TypeError, "pure_callback", wrap(kernel_from_body("with numba.objmode():\n        print()")), F32),
+        (TypeError, "'kernel' returns int64, not nothing: .*drops the result", wrap(kernel_from_body("return x.size")), F32),
         (TypeError, "returns float64, not int32[]: .* within a kind .*; return np.int32(x), or declare float64 in outs",
          wrap(lambda x: x / 2), np.int32(1)),
         (TypeError, "1d, C), int32), not int32[:], int32[]: .*; return x.astype(np.int32), or declare float64",
          wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32))), np.arange(3)),
         (TypeError, "returns list(float64).*, not float32[]", wrap(lambda x: [1.0], spec()), F32),
-        (TypeError, "jax_enable_x64", lambda: wrap(reads("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
-        (TypeError, "array of JAX's, which must be an input", lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
+        (TypeError, "jax_enable_x64", lambda: wrap(kernel_storing("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(identity)))(F32)),
+        (TypeError, "array of JAX's, which must be an input", lambda: wrap(kernel_from_body("out[:] = a", a=jnp.ones(4)))(F32)),
         # transformations
         (TypeError, "no (further) derivative. Use jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or "
          "the rules of an XLACustomKernel. Use jax.lax.stop_gradient(x) for inputs", jax.jvp, add_one, [F32], [F32]),
@@ -1423,10 +1431,10 @@ ERRORS = {
          lambda: lower_for_cuda(add_one, F32)),
         # when the kernel runs
         (jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
-         wrap(itself, spec(2)), F32),
+         wrap(identity, spec(2)), F32),
         (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
-         wrap(runs(f"raise LookupError({ODD_TEXT!r})")), F32),
-        (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(reads("1 // int(x[0] - 1)"))), F32[None]),
+         wrap(kernel_from_body(f"raise LookupError({ODD_TEXT!r})")), F32),
+        (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))), F32[None]),
     ],
     "cuda": [
         (ValueError, "grid and block, or launch_dims", trace_cuda),
@@ -1440,7 +1448,7 @@ ERRORS = {
         (ValueError, "shared_mem must be a number of bytes; got -1", partial(trace_cuda, launch_dims=1, shared_mem=-1)),
         (TypeError, "output 0 is bfloat16[3]", partial(trace_cuda, outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
         (TypeError, "@cuda.jit of numba or numba_cuda_mlir.*Use numba_kernel",
-         partial(trace_cuda, numba.njit(itself), launch_dims=1)),
+         partial(trace_cuda, numba.njit(identity), launch_dims=1)),
         (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
         (TypeError, "(x, out, stream).*passes (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
         (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
@@ -1527,12 +1535,12 @@ ERRORS = {
         (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing",
          partial(EMPTY_OP.benchmark, outs=like_first), F32),
         # what is registered
-        (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", itself),
+        (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", identity),
         (TypeError, "must be decorated, a wrapper, or a generator. Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu",
          "kernel"),
-        (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", itself),
+        (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", identity),
         (ValueError, "Got 'CPU'. Write 'cpu'", EMPTY_OP.set_default, "CPU", "a"),
-        (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, itself, grid=3)),
+        (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, identity, grid=3)),
         (TypeError, "those of numba_kernel. .* got an unexpected keyword argument 'grid'",
          partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
         (TypeError, "those of numba_kernel. .*'outs'. .*op(x, outs=...)",
@@ -1613,7 +1621,9 @@ def test_threads_that_raise_in_a_loop():
     The text of an error lives until XLA has copied it, also where other threads fail meanwhile.
     """
 
-    refuse_negative = wrap(runs("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])"))
+    refuse_negative = wrap(
+        kernel_from_body("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])")
+    )
 
     def work(number):
         x = np.full(1, number, np.float32)
@@ -1626,7 +1636,7 @@ def test_threads_that_raise_in_a_loop():
 
 def test_a_call_that_fails_gives_its_memory_back():
     """References: each that a failing call kept would be some ten blocks a call.  jax 0.9 keeps three itself."""
-    call = jax.jit(wrap(runs("raise LookupError('no such number')")))
+    call = jax.jit(wrap(kernel_from_body("raise LookupError('no such number')")))
     for _ in range(20):
         error_of(call, F32)
     gc.collect()
@@ -1654,17 +1664,17 @@ def result_of(kernel, x=F32):
 
 def test_kernels_of_equal_text_differ_in_their_options():
     """For what they read see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
-    overflows = runs("total = 200; out[0] = total")
+    overflows = kernel_from_body("total = 200; out[0] = total")
     for kind, expected in ((numba.int8, -56), (numba.int64, 200)):
         assert result_of(numba.njit(locals={"total": kind})(overflows)) == expected
-    divides = reads("1 / (x[0] - 1)")
+    divides = kernel_storing("1 / (x[0] - 1)")
     assert result_of(numba.njit(error_model="numpy")(divides)) == math.inf
     assert "ZeroDivisionError" in error_of(wrap(numba.njit(divides)), F32)
 
 
 def test_globals_are_read_when_a_kernel_is_compiled():
     """Once for each signature, and never again; also by a call of the user's own."""
-    jitted = numba.njit(reads("number", number=1))
+    jitted = numba.njit(kernel_storing("number", number=1))
     jitted(np.frombuffer(F32.tobytes(), np.float32), F32.copy())  # read-only, as inputs are
     jitted.py_func.__globals__["number"] = 2
     for _ in range(2):
@@ -1677,12 +1687,12 @@ def test_globals_are_read_when_a_kernel_is_compiled():
 def test_a_kernel_sees_a_module_that_is_loaded_again():
     """As by `importlib.reload(config)`, which assigns its variables anew."""
     config = types.ModuleType("config")
-    kernel = runs("out[0] = config.K * x[0]", config=config)
+    kernel = kernel_from_body("out[0] = config.K * x[0]", config=config)
     for config.K in (2, 3):
         assert result_of(kernel) == config.K
 
 
-@pytest.mark.parametrize("jit", [itself, numba.njit])
+@pytest.mark.parametrize("jit", [identity, numba.njit])
 def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_value(jit):
     """A tuple, a type or an array; not for each shape."""
     twice, table = numba.njit(lambda a: 2 * a), np.array([1.0, 2.5])
@@ -1710,7 +1720,7 @@ def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_
 
 def test_what_is_compiled_is_logged(caplog):
     caplog.set_level("DEBUG", logger=xk.__name__)
-    wrap(runs("out[0] = x[0] + 0.5"), vmap_method="sequential")(F32)
+    wrap(kernel_from_body("out[0] = x[0] + 0.5"), vmap_method="sequential")(F32)
     assert re.search(r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order", caplog.text)
 
 
@@ -1718,7 +1728,7 @@ def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
     """Which is given once."""
     assert xk._MANY_COMPILATIONS == 50
     monkeypatch.setattr(xk, "_MANY_COMPILATIONS", 3)
-    kernels = [runs("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(4)]
+    kernels = [kernel_from_body("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(4)]
     with pytest.warns(UserWarning, match="compiled 3 times.*Create the kernel and its helpers once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), F32)
@@ -1730,10 +1740,10 @@ def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
 def test_an_array_that_changes_is_its_own(size, step):
     """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
     array, equal = np.ones(size)[::step], np.ones(size)[::step]
-    assert result_of(reads("array[0]", array=array)) == 1
+    assert result_of(kernel_storing("array[0]", array=array)) == 1
     array[:] = 2
-    assert result_of(reads("array[0]", array=array)) == 2
-    assert result_of(reads("array[0]", array=equal)) == 1
+    assert result_of(kernel_storing("array[0]", array=array)) == 2
+    assert result_of(kernel_storing("array[0]", array=equal)) == 1
 
 
 OP_OF_THIS_MODULE = xk.XLACustomKernel("of another name")
@@ -1771,14 +1781,14 @@ P = jax.sharding.PartitionSpec
 
 def test_programs_are_exported_with_symbolic_shapes():
     (n,) = export.symbolic_shape("n")
-    triple = wrap(runs("out[:] = 3 * x"), name="triple")  # which nothing has traced before
+    triple = wrap(kernel_from_body("out[:] = 3 * x"), name="triple")  # which nothing has traced before
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
 
 
 def test_integer_outputs_and_scratch_need_no_derivative():
-    sign = wrap(runs("out[:] = np.sign(x)", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
+    sign = wrap(kernel_from_body("out[:] = np.sign(x)", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
     out, tangent = jax.jvp(sign, (F32,), (F32,))
     assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
     np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 1, 1, 1])
@@ -1887,7 +1897,7 @@ def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(fun
 # -- kernels -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (itself, "(x)"), (spec(3), "(*args)")])
+@pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")])
 def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, signature):
     """By which jax.custom_vjp binds arguments, and jax.jit finds those of donate_argnames."""
     assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
@@ -1905,9 +1915,9 @@ def test_a_wrapper_does_not_have_the_annotations_of_its_kernel():
         """Add one."""
         out[:] = x + 1
 
-    add = wrap(kernel, itself)
+    add = wrap(kernel, identity)
     assert typing.get_type_hints(add) == add.__annotations__ == {}
-    assert inspect.signature(add) == inspect.signature(itself)
+    assert inspect.signature(add) == inspect.signature(identity)
     assert (add.__doc__, add.__name__, add.__module__) == ("Add one.", "kernel", __name__)
     assert typing.get_type_hints(functools.wraps(add)(lambda x: add(x))) == {}
     assert typing.get_type_hints(add.__wrapped__)["return"] is type(None)
@@ -1931,7 +1941,7 @@ def add_to_total(x, total):
 
 SCALARS, COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
 VECTORS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-updates_total = runs("total += x; out[:] = 2 * total", "x, total, out")
+updates_total = kernel_from_body("total += x; out[:] = 2 * total", "x, total, out")
 ONE_LINERS = {  # a function as it is, the same in Python, and two slices of each input
     "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), VECTORS),
     "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, VECTORS[:, None]),
@@ -1940,8 +1950,8 @@ ONE_LINERS = {  # a function as it is, the same in Python, and two slices of eac
         wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, VECTORS, -VECTORS
     ),
     "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), VECTORS),
-    "star args": (wrap(runs("a[-1][:] = a[0]", "*a")), like_first, VECTORS, VECTORS + 1),
-    "a default": (wrap(runs("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
+    "star args": (wrap(kernel_from_body("a[-1][:] = a[0]", "*a")), like_first, VECTORS, VECTORS + 1),
+    "a default": (wrap(kernel_from_body("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
     "in-out": (
@@ -2152,12 +2162,12 @@ def test_no_input_is_copied():
     """Not even by a kernel, or a helper, that is compiled for writable arrays alone, nor where slices share it."""
     for_writable = numba.njit("void(f4[::1],f4[::1])")
     add = for_writable(add_one.__wrapped__)
-    without_source = for_writable(runs("out[:] = x + 1"))
+    without_source = for_writable(kernel_from_body("out[:] = x + 1"))
 
     def calls_add(x, out):
         add(x, out)
 
-    shared = jax.vmap(wrap(runs("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
+    shared = jax.vmap(wrap(kernel_from_body("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
     for kernel, *specs in ((wrap(without_source), LARGE), (wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)):
         results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
         np.testing.assert_array_equal(results, np.full(results.shape, 2))
@@ -2208,7 +2218,7 @@ def test_outputs_start_from_zeros_in_each_slice(body, way):
     batch, size, options = DIRTY_BATCHES[way]
     if not size and "[0]" in READS_OUTPUT[body]:
         pytest.skip("the kernel needs an element")
-    kernel = runs(READS_OUTPUT[body], "unused, x, out")
+    kernel = kernel_from_body(READS_OUTPUT[body], "unused, x, out")
     wrapper = wrap(kernel, like_first, **options)
     x = np.random.default_rng(0).normal(size=(*batch, size)).astype(np.float32)
     expected = np.zeros_like(x)
@@ -2220,7 +2230,7 @@ def test_outputs_start_from_zeros_in_each_slice(body, way):
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_zero_outputs_false_leaves_the_memory_of_outputs_alone(batch):
-    kernel = runs("out[0] = x[0]", "unused, x, out")
+    kernel = kernel_from_body("out[0] = x[0]", "unused, x, out")
     x = np.ones((*batch, 3), np.float32)
     for zero_outputs, rest in ((None, 0), (True, 0), (False, 7)):
         wrapper = wrap(kernel, zero_outputs=zero_outputs)
@@ -2231,7 +2241,9 @@ def test_zero_outputs_false_leaves_the_memory_of_outputs_alone(batch):
 
 @pytest.mark.parametrize("batch", [(), (1000,)])
 def test_scratch_and_0d_outputs_start_from_zeros(batch):
-    kernel = runs("scratch[()] += x[()]\n    out[()] += 2 * scratch[()]", "unused, unused_too, x, out, scratch")
+    kernel = kernel_from_body(
+        "scratch[()] += x[()]\n    out[()] += 2 * scratch[()]", "unused, unused_too, x, out, scratch"
+    )
     x = np.arange(1.0, 1 + math.prod(batch), dtype=np.float32).reshape(batch)
     wrapper = wrap(kernel, spec(), scratch=spec())
     results = call_with_dirty_outputs(wrapper, batch, [x], n_outs=2)
@@ -2240,7 +2252,7 @@ def test_scratch_and_0d_outputs_start_from_zeros(batch):
 
 @pytest.mark.parametrize("batch", [(), (40,)])
 def test_an_aliased_output_beside_a_new_one_is_not_zeroed(batch):
-    kernel = runs("total += x\n    out += total", "total, x, out")
+    kernel = kernel_from_body("total += x\n    out += total", "total, x, out")
     wrapper = wrap(kernel, lambda total, x: (total, x), in_out_argnames=["total"])
     totals = np.full((*batch, 3), 5, np.float32)
     x = np.arange(totals.size, dtype=np.float32).reshape(totals.shape)
@@ -2250,7 +2262,7 @@ def test_an_aliased_output_beside_a_new_one_is_not_zeroed(batch):
 
 
 def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
-    kernel = numba.njit(runs("out[0] = x[0]"))
+    kernel = numba.njit(kernel_from_body("out[0] = x[0]"))
     names = {target_of(wrap(kernel, zero_outputs=zero_outputs), F32) for zero_outputs in (True, False)}
     assert len({name.split(".")[-1] for name in names}) == 2  # the hashes, without a number behind them
 
@@ -2261,7 +2273,7 @@ def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
-    accumulate = wrap(runs("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
+    accumulate = wrap(kernel_from_body("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
@@ -2271,7 +2283,7 @@ def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
 def test_scratch_is_no_result():
     """Nor is it looked at by jax_debug_nans."""
     x = np.ones((2, 3), np.float32)
-    call = jax.vmap(wrap(runs("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
+    call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
@@ -2298,12 +2310,12 @@ def read_before(k, v):
 
 @pytest.mark.parametrize("names", [["a", "b"], {"b", "a"}])
 def test_in_out_arguments_are_results_in_the_order_of_the_parameters(names):
-    kernel = runs("a[0] = 1; b[0] = s[0] = 2", "a, b, s")
+    kernel = kernel_from_body("a[0] = 1; b[0] = s[0] = 2", "a, b, s")
     a, b = wrap(kernel, [FLOATS] * 2, in_out_argnames=names, scratch=F32[:1])(F32, 3 * F32)
     check_close((a, b), ([1, 1, 1, 1], [2, 3, 3, 3]))
 
 
-add_1_at = wrap(runs("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
+add_1_at = wrap(kernel_from_body("v[i] += 1", "v, i"), in_out_argnames=["v"], scalars=["i"])
 
 
 def add_1_in_op(v, i):
@@ -2341,7 +2353,7 @@ def test_a_side_effect_keeps_unused_and_equal_calls(kept):
 
 def test_a_loop_whose_whole_state_is_what_a_kernel_gives():
     """XLA alone moves such a call out of the loop, which then never ends."""
-    next_state = runs("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n")
+    next_state = kernel_from_body("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n")
     kernel = jax.vmap(wrap(next_state, lambda v, n: (v, n)))
     asked = []
 
@@ -2369,7 +2381,7 @@ def test_threads_that_wrap_one_function_get_one_kernel():
 
 def test_a_collected_wrapper_leaves_its_kernel():
     """XLA keeps raw pointers to what was registered."""
-    wrapper = wrap(reads("x[0] + 0.5"))
+    wrapper = wrap(kernel_storing("x[0] + 0.5"))
     program = jax.jit(wrapper).lower(F32).compile()
     reference = weakref.ref(wrapper)
     del wrapper
@@ -2398,7 +2410,7 @@ def test_copies_of_this_file_in_a_process():
 
 def load_beside_another(program):
     """In a process that has another kernel of this name."""
-    assert wrap(runs("for i in range(x.size): out[i] = x[i] + 2"), name="mine")(F32)[0] == 3
+    assert wrap(kernel_from_body("for i in range(x.size): out[i] = x[i] + 2"), name="mine")(F32)[0] == 3
     return np.asarray(load_exported(program)(F32))
 
 
@@ -2416,8 +2428,15 @@ def executables(step):
     kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
     kernels += closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T])
     kernels += closures("v(x[0])", [math.sin, math.cos, *helpers])
-    kernels += [reads("np.sinh(x[0])"), reads("np.cosh(x[0])"), reads("x[0] + 40"), reads("x[0] + 50")]
-    kernels.append(numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(reads("x[0] / 7")))  # a set has no order
+    kernels += [
+        kernel_storing("np.sinh(x[0])"),
+        kernel_storing("np.cosh(x[0])"),
+        kernel_storing("x[0] + 40"),
+        kernel_storing("x[0] + 50"),
+    ]
+    kernels.append(
+        numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(kernel_storing("x[0] / 7"))
+    )  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
 
 
@@ -2447,7 +2466,7 @@ def test_a_kernel_of_the_users_name_is_found_in_another_process():
 
 def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
     """As in a notebook, where it is run again after what it reads is defined, or with another text."""
-    kernel = reads("late")
+    kernel = kernel_storing("late")
     call = wrap(kernel)
     for failing in (call, wrap(kernel, name="mended")):
         with pytest.raises(TypeError, match="cannot compile"):
@@ -2465,7 +2484,7 @@ def named_warp_kernel(n):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda n: wrap(reads(f"x[0] + {n}"), name="registered later"),
+        lambda n: wrap(kernel_storing(f"x[0] + {n}"), name="registered later"),
         pytest.param(named_warp_kernel, marks=pytest.mark.needs("warp")),
     ],
     ids=["numba", "warp"],
@@ -2489,7 +2508,7 @@ def test_a_kernel_that_cannot_be_registered_takes_no_name(make, monkeypatch):
 def test_a_name_in_use_is_reported_before_the_kernel_is_compiled():
     wrap(name="in use before compiling")(F32)
     with pytest.raises(ValueError, match="'in use before compiling' is in use"):
-        wrap(reads("undefined"), name="in use before compiling")(F32)
+        wrap(kernel_storing("undefined"), name="in use before compiling")(F32)
 
 
 def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
@@ -2511,7 +2530,7 @@ def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
     for n in range(2):
         kernel = kernel_from("\n" * n + "def kernel(x, out):\n    out[0] = math.floor(x[0]) + constant", constant=1)
         assert wrap(kernel, name="defined again")(F32)[0] == 2
-    changed = reads("math.floor(x[0]) + constant", constant=5)
+    changed = kernel_storing("math.floor(x[0]) + constant", constant=5)
     with pytest.raises(ValueError, match=r"'defined again' is in use.*another kernel of this process.*name='def"):
         wrap(changed, name="defined again")(F32)
     assert wrap(changed)(F32)[0] == 6
@@ -2572,7 +2591,7 @@ KERNEL_NUMBERS = itertools.count(1)
 
 def own_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, **options):
     """A kernel that no other test has compiled."""
-    function = runs(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
+    function = kernel_from_body(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
     return package_cuda.jit(**options)(function)
 
 
@@ -3400,10 +3419,10 @@ def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
 @pytest.mark.needs("simulator")
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     """After which another kernel runs, here of an array without dimensions."""
-    error = error_of(xk.numba_cuda_kernel(cuda.jit(runs("x[0] = 1")), like_first, **BLOCK), F32)
+    error = error_of(xk.numba_cuda_kernel(cuda.jit(kernel_from_body("x[0] = 1")), like_first, **BLOCK), F32)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only; its inputs are read-only, because JAX"
     assert f"ValueError: {text}" in error
-    scale = runs("i = cuda.grid(1); out[i] = x[i] * a[()]", "x, a, out", cuda=cuda)
+    scale = kernel_from_body("i = cuda.grid(1); out[i] = x[i] * a[()]", "x, a, out", cuda=cuda)
     op = xk.numba_cuda_kernel(cuda.jit(scale), like_first, grid=1, block=4)
     check_close(op(F32, np.float32(3)), 3 * F32)
 
@@ -3601,7 +3620,7 @@ def memsets(monkeypatch):
 KEPT_ALIVE = []
 
 
-class OnGpu(typing.NamedTuple):
+class LaunchCounter(typing.NamedTuple):
     """A GPU, or a fake one."""
 
     run: Callable  # (function, *args) -> what a program for CUDA gives
@@ -3636,9 +3655,9 @@ class OnGpu(typing.NamedTuple):
 def cuda_on_gpu(request, monkeypatch):
     count_launches(monkeypatch)
     if request.param == "gpu":
-        return OnGpu(run_on_gpu, cuda)
+        return LaunchCounter(run_on_gpu, cuda)
     request.getfixturevalue("gpus")
-    return OnGpu(run_for_cuda, importlib.import_module(request.param), has_numbers=False)
+    return LaunchCounter(run_for_cuda, importlib.import_module(request.param), has_numbers=False)
 
 
 PAIRS, SHARED = (sample(3, 7), sample(3, 7, seed=1)), (sample(3, 7), sample(7, seed=1))
@@ -4388,9 +4407,9 @@ def kernels_of_batches():
 def warp_on_gpu(request, monkeypatch):
     count_launches(monkeypatch)
     if request.param == "gpu":
-        return OnGpu(run_on_gpu)
+        return LaunchCounter(run_on_gpu)
     request.getfixturevalue("fake_gpu")
-    return OnGpu(run_for_cuda)
+    return LaunchCounter(run_for_cuda)
 
 
 @pytest.mark.parametrize("kind", WARP_BATCHES)
@@ -4405,7 +4424,7 @@ def test_warp_a_batch_is_one_launch(warp_on_gpu, kind, reasons):
 @pytest.mark.parametrize("kind", WARP_BATCHES)
 def test_warp_a_batch_on_the_cpu(kind):
     """Gradients, too: of several outputs, through views, of vectors and matrices, and of what a batch shares."""
-    WARP_BATCHES[kind].check(OnGpu(run_on_gpu), 0)
+    WARP_BATCHES[kind].check(LaunchCounter(run_on_gpu), 0)
 
 
 @pytest.mark.parametrize("n_threads", [1, 64])
@@ -5524,7 +5543,7 @@ def test_an_op_calls_a_generator_once_for_its_parameters():
 @pytest.mark.parametrize("kernel, options", [
     (wrap(numba_multiply), {}),
     (lambda outs: numba_multiply, {}),  # a generator of a dispatcher
-    (numba.njit(runs("for i in range(out.size): out[i] *= y[i]", "x, y, out")), {"input_output_aliases": {0: 0}}),
+    (numba.njit(kernel_from_body("for i in range(out.size): out[i] *= y[i]", "x, y, out")), {"input_output_aliases": {0: 0}}),
     (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
 ], ids=["wrapper", "generator", "in place", "guvectorize"])  # fmt: skip
 def test_op_takes_ready_kernels(kernel, options):
@@ -5535,7 +5554,7 @@ def test_op_takes_ready_kernels(kernel, options):
 
 def test_op_outputs_of_decorated_kernels_start_from_zeros():
     """Unless `zero_outputs=False` is registered with the kernel: this is another target."""
-    kernel = runs("out[0] += x[0]")
+    kernel = kernel_from_body("out[0] += x[0]")
     op = xk.XLACustomKernel("adds")
     op.def_numba_kernel(numba.njit(kernel))
     op.def_kernel("generated", "cpu", lambda: numba.njit(kernel))
@@ -5669,7 +5688,7 @@ def test_op_batching_rule_does_the_innermost_vmap_beside_the_ops_derivatives(der
 
 def test_debug_nans():
     """Also of what is bound to arrays by hand."""
-    kernel = wrap(reads("np.log(x[0])"))
+    kernel = wrap(kernel_storing("np.log(x[0])"))
     op = op_of(kernel)
 
     def bind(x):
@@ -5891,7 +5910,7 @@ SHARED_BATCHES = """
     in_threads(work, [10] * 16)
 
     whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
-    kernel = jax.vmap(wrap(runs("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
+    kernel = jax.vmap(wrap(kernel_from_body("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
     of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
     slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
     assert of_seven(slices)[6] == 12
@@ -5932,7 +5951,7 @@ WORKQUEUE = """
     def through_helper(x, out):
         direct(x, out)
 
-    wrap(runs("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
+    wrap(kernel_from_body("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
 
     def work(kernel):
         f = wrap(kernel)
