@@ -304,7 +304,7 @@ def pytest_terminal_summary(terminalreporter, config):
 LEGEND = """\
 8: all 8 cells passed
 5/8: 5 of 8 cells passed; the others failed, were skipped or were not selected
-5s/8: 5 of 8 cells passed in Numba's simulator of CUDA
+5s/8: 5 of 8 cells passed, in Numba's simulator of CUDA
 .: no cells
 """
 
@@ -350,4 +350,4 @@ def entry(count):
     if not total:
         return "."
     text = "+".join([str(passed)] * bool(passed or not simulated) + [f"{simulated}s"] * bool(simulated))
-    return text if passed == total else f"{text}/{total}"
+    return text if passed + simulated == total else f"{text}/{total}"

@@ -1,4 +1,4 @@
-"""Tests of xla_kernels: the matrix of operations, backends and transformations, and everything that broke elsewhere."""
+"""Tests of xla_kernels: the matrix of operations, backends, transformations and dtypes, then tests by topic."""
 
 import ast
 import contextlib
@@ -87,8 +87,10 @@ except ImportError:
 #         def element(i, x, out):  # writes out[i], in every language
 #             out[i] = Scalar(2.0) * x[i]
 #
-# Run its cells by `pytest -n 0 -k "test_matrix and scale"`, with `--require=numba,warp,pallas` to be sure that none is
-# skipped.  If a backend cannot run the operation, name it in `unsupported`, with the technical reason.
+# Run its cells with `pytest -n 0 -k "test_matrix and scale" --require=numba,warp,pallas`.  Cells that need a GPU are
+# skipped without one.  Derivatives come from the reference; `differentiate` can define other rules.  If a backend or a
+# transformation cannot run the operation, list it in `unsupported`, with the technical reason.  `covered` lists
+# transformations that another operation covers, which saves time.
 #
 # To add a backend of an existing language, add a row to BACKENDS, for example
 #
@@ -6185,8 +6187,7 @@ def run_tests(pytester, monkeypatch):
     return run
 
 
-def test_conftest_what_is_missing_is_skipped_with_the_reason_or_fails_if_it_is_required(run_tests, pytester):
-    """Which the outcomes say, too."""
+def test_conftest_skips_if_a_condition_is_not_met_and_fails_if_it_is_required(run_tests, pytester):
     result = run_tests(TWO_TESTS, "--outcomes-out=outcomes")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["skipped: warp (warp is not installed)", "SKIPPED * warp: warp is not installed"])
@@ -6195,6 +6196,31 @@ def test_conftest_what_is_missing_is_skipped_with_the_reason_or_fails_if_it_is_r
     result = run_tests(TWO_TESTS, "--require=numba,warp")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
+
+
+def test_conftest_grid_counts_cells_and_lists_reasons():
+    combinations = [
+        (("add", "numba", "jit", "float32"), None),
+        (("add", "numba", "vmap", "float32"), None),
+        (("add", "numba", "scan", "float32"), None),
+        (("add", "warp", "jit", "float32"), None),
+        (("add", "numba_cuda", "jit", "float32"), None),
+        (("add", "numba", "jit", "bfloat16"), "cannot run: Numba has no bfloat16"),
+    ]
+    outcomes = {
+        "test_matrix[add-numba-jit-float32]": "passed",
+        "test_matrix[add-numba-vmap-float32]": "failed",
+        "test_matrix[add-numba-scan-float32]": "warp: not installed",
+        "test_matrix[add-warp-jit-float32]": "passed",
+    }
+    lines = conftest.grid_text(combinations, outcomes, {"add-numba_cuda-jit-float32"}).splitlines()
+    assert lines[0].split() == ["operation", "numba", "warp", "numba_cuda"]
+    assert lines[1].split() == ["add", "1/3", "1", "1s"]
+    assert lines[-3:] == [
+        "FAILED add-numba-vmap-float32",
+        "1 cells skipped: warp: not installed",
+        "1 combinations without a cell: cannot run: Numba has no bfloat16",
+    ]
 
 
 # ======================================================================================================
