@@ -1090,7 +1090,7 @@ def trace_callable(function):
 
 
 PART = slice(0, 2)
-cuda_jit = cuda.jit if cuda else itself
+cuda_jit = cuda.jit if cuda else identity
 
 
 @cuda_jit
@@ -1364,7 +1364,8 @@ ERRORS = {
         (TypeError, "scratch of (float32[4]) raised IndexError: tuple index out of range",
          wrap(scratch=lambda x: spec(x.shape[1])), F32),
         (TypeError, "launch_dims of (float32[4]) raised AttributeError: .*'sum'",
-         lambda: jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(cuda_add), identity, launch_dims=lambda x: x.sum()), F32)),
+         lambda: jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(cuda_add), identity, launch_dims=lambda x: x.sum()),
+          F32)),
         (TypeError, "outs .*a shape of ints. (2, (4,)) contains the shape (4,). Unpack it: (2, *x.shape)",
          wrap(outs=lambda x: spec(2, x.shape)), F32),
         (TypeError, "outs .*a shape of ints; got (2.0,). .*x.size // 2", wrap(outs=lambda x: spec(x.size / 2)), F32),
@@ -1416,14 +1417,17 @@ ERRORS = {
         # what the kernel does
         *[(TypeError, f"; {text}", wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(kernel_from_body("with numba.objmode():\n        print()")), F32),
-        (TypeError, "'kernel' returns int64, not nothing: .*drops the result", wrap(kernel_from_body("return x.size")), F32),
+        (TypeError, "'kernel' returns int64, not nothing: .*drops the result",
+         wrap(kernel_from_body("return x.size")), F32),
         (TypeError, "returns float64, not int32[]: .* within a kind .*; return np.int32(x), or declare float64 in outs",
          wrap(lambda x: x / 2), np.int32(1)),
         (TypeError, "1d, C), int32), not int32[:], int32[]: .*; return x.astype(np.int32), or declare float64",
          wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32))), np.arange(3)),
         (TypeError, "returns list(float64).*, not float32[]", wrap(lambda x: [1.0], spec()), F32),
-        (TypeError, "jax_enable_x64", lambda: wrap(kernel_storing("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(identity)))(F32)),
-        (TypeError, "array of JAX's, which must be an input", lambda: wrap(kernel_from_body("out[:] = a", a=jnp.ones(4)))(F32)),
+        (TypeError, "jax_enable_x64", lambda: wrap(kernel_storing("f(x)[0]",
+         f=numba.njit("f8[::1](f8[::1])")(identity)))(F32)),
+        (TypeError, "array of JAX's, which must be an input", lambda: wrap(kernel_from_body("out[:] = a",
+         a=jnp.ones(4)))(F32)),
         # transformations
         (TypeError, "no (further) derivative. Use jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or "
          "the rules of an XLACustomKernel. Use jax.lax.stop_gradient(x) for inputs", jax.jvp, add_one, [F32], [F32]),
@@ -1436,7 +1440,8 @@ ERRORS = {
          wrap(identity, spec(2)), F32),
         (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
          wrap(kernel_from_body(f"raise LookupError({ODD_TEXT!r})")), F32),
-        (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))), F32[None]),
+        (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))),
+         F32[None]),
     ],
     "cuda": [
         (ValueError, "grid and block, or launch_dims", trace_cuda),
@@ -5545,7 +5550,8 @@ def test_an_op_calls_a_generator_once_for_its_parameters():
 @pytest.mark.parametrize("kernel, options", [
     (wrap(numba_multiply), {}),
     (lambda outs: numba_multiply, {}),  # a generator of a dispatcher
-    (numba.njit(kernel_from_body("for i in range(out.size): out[i] *= y[i]", "x, y, out")), {"input_output_aliases": {0: 0}}),
+    (numba.njit(kernel_from_body("for i in range(out.size): out[i] *= y[i]", "x, y, out")),
+     {"input_output_aliases": {0: 0}}),
     (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
 ], ids=["wrapper", "generator", "in place", "guvectorize"])  # fmt: skip
 def test_op_takes_ready_kernels(kernel, options):
