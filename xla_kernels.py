@@ -2559,16 +2559,16 @@ _ADVICE = {
     r"Module\(<module 'pdb|name 'breakpoint'": "A compiled kernel has no debugger. Debug it in Python with NumPy "
     "arrays: call wrapper.__wrapped__, or its .py_func if it is decorated.",
     r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
-    rf"<class '{re.escape(__name__)}\.": "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: "
-    "wrapper.__wrapped__.",
+    rf"<class '{re.escape(__name__)}\.": "A kernel cannot call a wrapper or an op. Call the @numba.njit function in "
+    "it: wrapper.__wrapped__.",
     r"<class '(function|functools\.partial)'": "A kernel can only call jitted functions. Decorate the helper with "
     "@numba.njit (for a GPU: @cuda.jit).",
     r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples and NumPy arrays, but no "
     "dict, list or object. Pass its values as inputs, or assign them to variables: gain = params['gain'].",
     r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
     "none can be keyword-only. Make it an input, or a variable of the closure.",  # Numba 0.63 only has the second text
-    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns its "
-    "outputs, or because scalars= lists it. Write q instead of q[()].",
+    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns "
+    "its outputs, or because scalars= lists it. Write q instead of q[()].",
 }
 _RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
 
