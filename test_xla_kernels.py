@@ -1046,32 +1046,36 @@ call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 SPECIAL = importlib.import_module("scipy.special")  # which JAX needs
 WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's kernels do
-    "its inputs are read-only, .*: write to an output (a parameter after the inputs), name what it changes in "
-    "in_out_argnames, or use input_output_aliases": [runs("x[0] = 77"), runs("x += 77"), runs("np.add(x, 77, x)")],
-    "a kernel cannot call JAX: write np. for jnp., and loops for jax.lax and jax.vmap": [
+    "Inputs are read-only, .* writes to its input 'x': .*Write to an output, or list the input in "
+    "in_out_argnames=['x']. If .*, use x.copy() there": [runs("x[0] = 77"), runs("x += 77"), runs("np.add(x, 77, x)")],
+    "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap": [
         runs("out[:] = jnp.sin(x)", jnp=jnp),
         runs("out[:] = sin(x)", sin=jnp.sin),
         runs("out[:] = add(x, x)", add=jnp.add),
         runs("out[:] = relu(x)", relu=jax.nn.relu),
     ],
-    "noise is an input: draw it by jax.random before the call": [
+    "A kernel cannot draw from jax.random. Draw before the call, and pass the noise as an input": [
         runs("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)
     ],
-    "write out[i] = 1.0 for out.at[i].set(1.0)": [runs("out.at[0].set(1.0)")],
-    "import outside of the kernel": [runs("import math; out[0] = math.sin(x[0])")],
-    "a kernel cannot call a wrapper or an op: call the @numba.njit function in it, wrapper.__wrapped__": [
+    "Write out[i] = 1.0 instead of out.at[i].set(1.0)": [runs("out.at[0].set(1.0)")],
+    "Import outside of the kernel": [runs("import math; out[0] = math.sin(x[0])")],
+    "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__": [
         runs("out[:] = wrapped(x)", wrapped=add_one)
     ],
-    "a function that it calls needs @numba.njit (for a GPU @cuda.jit), too": [runs("copy(x, out)", copy=itself)],
-    "globals and closures can be numbers, tuples and NumPy arrays: what a dict, a list or an object has is an input": [
+    "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)": [
+        runs("copy(x, out)", copy=itself)
+    ],
+    "A kernel can capture numbers, tuples and NumPy arrays, but no dict, list or object. Pass its values as inputs": [
         runs("out[0] = a['gain']", a={"gain": 2.0}),
         runs("out[0] = a[0]", a=[2.0]),
     ],
-    "Numba has no such function: there are math.erf and math.gamma; on CPUs SciPy's C functions by get_cython": [
+    "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C functions": [
         runs("out[0] = special.j0(x[0])", special=SPECIAL),
         runs("out[0] = j0(x[0])", j0=SPECIAL.j0),
     ],
-    "debug it in Python: wrapper.__wrapped__, or of @njit its .py_func, takes NumPy arrays": [runs("breakpoint()")],
+    "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated": [
+        runs("breakpoint()")
+    ],
 }
 SPECS_NO_VALUES = "a function gets specs (.shape and .dtype) of arrays, no values; jax.eval_shape(f, ...) gives"
 # By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
@@ -1090,7 +1094,12 @@ ERRORS = {
         (TypeError, ".shape and .dtype", wrap, itself, jnp.float32),
         (ValueError, "negative.*(-1,)", wrap, itself, spec(-1)),
         (ValueError, "scalars=[3]: 3 must be the name of an array parameter", partial(wrap, scalars=3)),
-        (ValueError, "scalars=['out'] are to be inputs without dimensions", wrap(scalars=["out"]), F32),
+        (ValueError, "a scalar is an input without dimensions. 'out' in scalars=['out'] is an output",
+         wrap(scalars=["out"]), F32),
+        (ValueError, "'x' in scalars=['x'] is float32[4]. Remove it from scalars, or pass a number (under vmap, one",
+         wrap(scalars=["x"]), F32),
+        (ValueError, "a scalar cannot be an in-out argument.*'x' is in both.*Remove it from scalars, and read x[()]",
+         partial(wrap, scalars=["x"], in_out_argnames=["x"])),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (ValueError, "in_out_argnames=.*'t' must be the name of an array", partial(wrap, in_out_argnames=["t"])),
         (ValueError, "in_out_argnames=['out', 'x'] must be in the kernel's order, .*: ['x', 'out']",
@@ -1117,25 +1126,31 @@ ERRORS = {
         (ValueError, "output 0 cannot start from input 'x': an input can start one output",
          wrap(outs=[FLOATS] * 2, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
         # the arguments of the kernel
-        (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included: it takes",
+        (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included. List",
          wrap(outs=[FLOATS] * 2), F32),
-        (TypeError, "a parameter cannot be keyword-only: make it an input, or a variable of the closure:",
+        (TypeError, "none can be keyword-only. Make it an input, or a variable of the closure.",
          wrap(runs("out[:] = x + n", "x, out, *, n=3")), F32),
         (TypeError, "got 1 by position and (alpha) by name", partial(head, alpha=F32[0]), F32),  # n is missing
         (TypeError, "position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
-        (TypeError, "n[()].*scalars=", head, F32, 2, 3.0),
-        (TypeError, "q and not q[()]: a kernel that takes the inputs alone", wrap(lambda x, q: x * q[()]), F32, 2.0),
+        (TypeError, "without dimensions (input 1, 2) has no items n[i]; under vmap, each slice may have none. Read and "
+         "write it with n[()], or list an input in scalars=['n'] and read it as n.", head, F32, 2, 3.0),
+        (TypeError, "A 0-d input is a scalar here, because the kernel returns its outputs.*Write q instead of q[()]",
+         wrap(lambda x, q: x * q[()]), F32, 2.0),
         # what the kernel does
-        *[(TypeError, f"; {text}", wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
+        *[(TypeError, text, wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(runs("with numba.objmode():\n        print()")), F32),
-        (TypeError, "'kernel' returns int64, not nothing: .*drops the result", wrap(runs("return x.size")), F32),
-        (TypeError, "returns float64, not int32[]: .* within a kind .*; return np.int32(x), or declare float64 in outs",
+        (TypeError, "never stores to 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the `return`",
+         wrap(runs("return x.size")), F32),
+        (TypeError, "'kernel' returns int64, not nothing. Remove the `return`, or wrap .* drops the result",
+         wrap(runs("out[:] = x; return x.size")), F32),
+        (TypeError, "within a kind .* returns float64, not int32[]. Return np.int32(x), or declare float64 in outs",
          wrap(lambda x: x / 2), np.int32(1)),
-        (TypeError, "1d, C), int32), not int32[:], int32[]: .*; return x.astype(np.int32), or declare float64",
+        (TypeError, "1d, C), int32), not int32[:], int32[]. Return x.astype(np.int32), or declare float64",
          wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32))), np.arange(3)),
         (TypeError, "returns list(float64).*, not float32[]", wrap(lambda x: [1.0], spec()), F32),
         (TypeError, "jax_enable_x64", lambda: wrap(reads("f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(itself)))(F32)),
-        (TypeError, "array of JAX's, which must be an input", lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
+        (TypeError, "A kernel cannot capture a JAX array. Pass it as an input",
+         lambda: wrap(runs("out[:] = a", a=jnp.ones(4)))(F32)),
         # transformations
         (TypeError, "jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or an XLACustomKernel's rules; "
          "jax.lax.stop_gradient(x) for inputs that need none; a kernel that a rule calls needs a rule of its own where "
@@ -2695,12 +2710,12 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
 
 @pytest.mark.filterwarnings("ignore:Could not find source for function")  # that debug kernels would name
 @pytest.mark.parametrize("body, options, refused", [
-    ("x[0] = out[0]", {}, "for (float32[:]).*its inputs are read-only"),
-    ("return 1.0", {}, "for (float32[:]).*it returns a value"),
+    ("x[0] = out[0]", {}, "for (float32[:]).*Inputs are read-only"),
+    ("return 1.0", {}, "for (float32[:]).*this one returns a value"),
     ("out[0] = x.nope", {}, "for (float32[:]).*nope"),
-    ("out[0] = jnp.sin(x[0])", {}, "a kernel cannot call JAX"),
-    ("out.at[0].set(1.0)", {}, "write out[i] = 1.0"),
-    ("out[0] = a[0]", {}, "globals and closures can be numbers"),
+    ("out[0] = jnp.sin(x[0])", {}, "A kernel cannot call JAX"),
+    ("out.at[0].set(1.0)", {}, "Write out[i] = 1.0"),
+    ("out[0] = a[0]", {}, "A kernel can capture numbers"),
     ("out[0] = x[0]", {"device": True}, "takes a function decorated with @cuda.jit"),
     ("cuda.grid(1)", {"debug": True, "opt": False}, "'kernel' has debug=True: .*numba_cuda_callable"),
     ("cuda.cg.this_grid().sync()", {}, "'kernel' has a cooperative launch: .*numba_cuda_callable"),
@@ -2717,7 +2732,7 @@ def test_fakecuda_a_number_that_is_taken_for_one(gpus, package_cuda, monkeypatch
     """The packages say nothing of use."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     kernel = own_kernel(package_cuda, "x, n, out", "out[0] = n * x[0]")
-    with pytest.raises(TypeError, match=re.escape("read and written as n[()], and an input of them as n, if scalars=")):
+    with pytest.raises(TypeError, match=re.escape("Read and write it with n[()], or list an input in scalars=['n']")):
         jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32, 2.0)
 
 
@@ -2778,7 +2793,7 @@ class Cached:
             out[0] = table[0]  # noqa: F821
 
 
-READ_ONLY, UPDATED = "its inputs are read-only|in_out_argnames", "(?s)'out'.*zero_outputs=True"
+READ_ONLY, UPDATED = "[Ii]nputs are read-only|in_out_argnames", "(?s)'out'.*zero_outputs=True"
 
 
 @pytest.mark.parametrize("kernel, refused", [
@@ -2897,7 +2912,7 @@ def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
 def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     """After which another kernel runs, here of an array without dimensions."""
     error = error_of(xk.numba_cuda_kernel(cuda.jit(runs("x[0] = 1")), like_first, **BLOCK), F32)
-    text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only; its inputs are read-only, because JAX"
+    text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only. Inputs are read-only, because JAX"
     assert f"ValueError: {text}" in error
     scale = runs("i = cuda.grid(1); out[i] = x[i] * a[()]", "x, a, out", cuda=cuda)
     op = xk.numba_cuda_kernel(cuda.jit(scale), like_first, grid=1, block=4)

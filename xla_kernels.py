@@ -3298,9 +3298,10 @@ def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list]]:
             function = getattr(statement, "func", None) if statement.op == "call" else None
             yield statement, annotation.typemap.get(getattr(function, "name", None)), [*signature.args]
     for statement in _statements(annotation.blocks):
-        value = getattr(statement, "value", None)
-        if isinstance(value, ir.Expr) and value.op == "build_map":  # stores to a typed dict
-            items = [annotation.typemap[item.name] for pair in value.items for item in pair]
+        if not isinstance(statement, ir.Assign) or not isinstance(statement.value, ir.Expr):
+            continue
+        if statement.value.op == "build_map":  # stores to a typed dict
+            items = [annotation.typemap[item.name] for pair in statement.value.items for item in pair]
             yield statement, annotation.typemap[statement.target.name], items
 
 
@@ -3418,16 +3419,16 @@ def _may_store(call: _CompiledCall, position: int, callers: tuple = ()) -> bool:
     call = _with_types(call)
     annotation = call.overload.type_annotation
     statements = list(_statements(annotation.blocks))
+    assignments = [statement for statement in statements if isinstance(statement, ir.Assign)]
     aliases: set[str] = set()  # the variables that are the argument itself
     n_before = -1
     while len(aliases) > n_before:
         n_before = len(aliases)
-        for statement in statements:
-            value = getattr(statement, "value", None)
+        for assignment in assignments:
+            value = assignment.value
             is_argument = isinstance(value, ir.Arg) and value.index == position
-            is_alias = isinstance(value, ir.Var) and value.name in aliases
-            if isinstance(statement, ir.Assign) and (is_argument or is_alias):
-                aliases.add(statement.target.name)
+            if is_argument or (isinstance(value, ir.Var) and value.name in aliases):
+                aliases.add(assignment.target.name)
     return any(_statement_may_store(x, aliases, annotation, (*callers, call.dispatcher)) for x in statements)
 
 
