@@ -3053,12 +3053,13 @@ class _NumbaCompiler:
 
     def _unstored_output(self, argument_map: _ArgumentMap, call: _CompiledCall, unwritten: set[int]) -> int | None:
         """Return the position of the first output to which the kernel surely never stores."""
-        if not self.checks_outputs or not _may_return(call.overload):
+        if not self.checks_outputs:
             return None
         n_inputs = self.signature.n_in
         outputs = range(n_inputs, n_inputs + self.n_results)
         for position, buffer in enumerate(argument_map.args):
-            if buffer in outputs and buffer in unwritten and not _may_store(call, buffer):
+            is_unwritten_output = buffer in outputs and buffer in unwritten
+            if is_unwritten_output and _may_return(call.overload) and not _may_store(call, buffer):
                 return position
         return None
 
