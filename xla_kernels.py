@@ -2648,7 +2648,7 @@ def numba_kernel(
         an input, and its new value is a result.  `outs` begins with their specs.  Default None.
       scalars: names of 0-d inputs that the kernel takes as scalars, or True for all.  Default False.  To compile a
         constant into the kernel, use a closure variable instead.  Each value then is a kernel of its own, which takes
-        about 0.1 s and 1 MB that is never freed, or twice that if the kernel returns arrays.
+        about 0.1 s and 1 MB that is never freed; 0.25 s and 3 MB if it has whole-array expressions or returns arrays.
       has_side_effect: True keeps the call even if its results are not used.  Default False.
       scratch: temporary buffers: a spec, a tuple of specs, or a function like `outs`.  They are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
@@ -3042,7 +3042,7 @@ class _NumbaCompiler:
             verb = "writes" if _find_advice(text) == _READ_ONLY_ADVICE else "may write"
             raise TypeError(
                 f"Inputs are read-only, because JAX may share them. {self.title} {verb} to its input {shown}: it "
-                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{text}"
+                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{_plain_text(text)}"
             ) from refusal
         statement = _find_bypass(call)
         if statement is not None:
@@ -3147,6 +3147,11 @@ def _numba_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _plain_text(text: str) -> str:
+    """Return the text of a Numba error; replace the one that is a fault of Numba."""
+    return "it updates an array in place" if _UPDATED_IN_PLACE in text else text
+
+
 def _find_advice(text: str) -> str | None:
     """Return the advice for the text of a Numba error, or None."""
     return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
@@ -3163,10 +3168,8 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
             f"An array without dimensions{shown} has no items n[i]; under vmap, each slice may have none. Read and "
             "write it with n[()], or list an input in scalars=['n'] and read it as n."
         )
-    if _UPDATED_IN_PLACE in text:
-        text = "it updates an array in place"
     parts = [f"{compiler} cannot compile kernel {signature.label!r} for {signature}.", *([advice] if advice else [])]
-    return TypeError(f"{' '.join(parts)}\n{text}")
+    return TypeError(f"{' '.join(parts)}\n{_plain_text(text)}")
 
 
 # -- 7.3 Reads and writes: what Numba's types and LLVM say about the buffers of a kernel ---------------
@@ -3239,15 +3242,19 @@ def _has_readonly(*kinds: Any) -> bool:
     return any(not array.mutable for kind in kinds for array in _arrays_in(kind))
 
 
-# {function for which Numba ignores read-only arrays: (position of the argument, condition on the arguments' types)}.
-# It writes to this argument, or returns a writable array that shares its memory.  Numba 0.63 to 0.68 have no others:
-# all functions of NumPy and all methods of arrays were called with read-only arrays, and their results were stored to.
+# {function for which Numba ignores read-only arrays: (position of the argument, condition on the types of the returned
+# value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  Numba
+# 0.63 to 0.68 are known to have no others.
 _READONLY_BYPASSES: dict[Any, tuple[int, Callable[..., bool]]] = {
-    np.ascontiguousarray: (0, lambda a: a.ndim < 2 or a.layout == "C"),  # else it copies
-    np.asfortranarray: (0, lambda a: a.ndim < 2 or a.layout == "F"),
+    # Numba >= 0.64; it copies if the layout differs.
+    np.ascontiguousarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "C")),
+    np.asfortranarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "F")),
     np.dot: (2, lambda *_: True),  # out=
     np.fill_diagonal: (0, lambda *_: True),
-    np.nan_to_num: (0, lambda a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool"))),  # copy=
+    np.nan_to_num: (
+        0,
+        lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool")),
+    ),  # copy=
     np.nditer: (0, lambda *_: True),  # yields writable views
 }
 
@@ -3263,9 +3270,9 @@ def _find_bypass(call: _CompiledCall) -> str | None:
         if not _has_types(current) and not _references_bypass(current.dispatcher):
             continue
         annotation = _with_types(current).overload.type_annotation
-        for statement, target, kinds in _typed_statements(annotation):
+        for statement, target, kinds, returned in _typed_statements(annotation):
             helpers = _called_helpers(target, kinds)
-            if helpers is None or _is_bypass(target, kinds):
+            if helpers is None or _is_bypass(target, kinds, returned):
                 return _show_statement(statement)
             calls += helpers
     return None
@@ -3283,8 +3290,8 @@ def _with_types(call: _CompiledCall) -> _CompiledCall:
     return _compile_types(_recreate_dispatcher(call.dispatcher), call.overload.signature.args)
 
 
-def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list]]:
-    """Yield (statement, type of its target, types of its arguments) for calls, and for stores to items.
+def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list, Any]]:
+    """Yield (statement, type of its target, types of its arguments, returned type) for calls and stores to items.
 
     The target of a call is the function, and the target of a store is the container.
     """
@@ -3294,16 +3301,17 @@ def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list]]:
         if signature is None:
             continue
         if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
-            yield statement, signature.args[0], [*signature.args[1:]]
+            yield statement, signature.args[0], [*signature.args[1:]], None
         elif isinstance(statement, ir.Expr):
             function = getattr(statement, "func", None) if statement.op == "call" else None
-            yield statement, annotation.typemap.get(getattr(function, "name", None)), [*signature.args]
+            target = annotation.typemap.get(getattr(function, "name", None))
+            yield statement, target, [*signature.args], signature.return_type
     for statement in _statements(annotation.blocks):
         if not isinstance(statement, ir.Assign) or not isinstance(statement.value, ir.Expr):
             continue
         if statement.value.op == "build_map":  # stores to a typed dict
             items = [annotation.typemap[item.name] for pair in statement.value.items for item in pair]
-            yield statement, annotation.typemap[statement.target.name], items
+            yield statement, annotation.typemap[statement.target.name], items, None
 
 
 def _statements(blocks: Mapping[int, Any]) -> Iterator[Any]:
@@ -3316,7 +3324,7 @@ def _statements(blocks: Mapping[int, Any]) -> Iterator[Any]:
                 yield from _statements(statement.loop_body)
 
 
-def _is_bypass(target: Any, kinds: list) -> bool:
+def _is_bypass(target: Any, kinds: list, returned: Any) -> bool:
     """Return whether a call, or a store to an item, may make a read-only array writable."""
     from numba import types as nbtypes
 
@@ -3328,7 +3336,8 @@ def _is_bypass(target: Any, kinds: list) -> bool:
     function = getattr(target, "typing_key", None)
     for known, (position, condition) in _READONLY_BYPASSES.items():
         if function is known and position < len(kinds) and _has_readonly(kinds[position]):
-            return condition(*[kind for kind in kinds if not isinstance(kind, nbtypes.Omitted)])  # without defaults
+            given = [kind for kind in kinds if not isinstance(kind, nbtypes.Omitted)]  # without defaults
+            return condition(returned, *given)
     return False
 
 
