@@ -2056,7 +2056,7 @@ def test_results_are_not_zeroed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xk, "_compile_handler", lambda s, e: zeroed.append(s.zeroed) or compile_handler(s, e))
         wrap(runs("return x + 3", "x"))(F32)
-        wrap(runs("v[0] = 3\nreturn x + 4", "v, x"), lambda v, x: (v, x), in_out_argnames=["v"])(F32, F32)
+        wrap(runs("v[0] = 3; return x + 4", "v, x"), lambda v, x: (v, x), in_out_argnames=["v"])(F32, F32)
         wrap(runs("out[:] = x + 3"))(F32)
     assert zeroed == [(), (), (0,)]
 
