@@ -19,7 +19,7 @@ The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callab
 The contract:
 
 - A mistake does not give a wrong result silently.  It raises an error that names the fix.
-- The caller's arrays never change.  If a kernel updates an argument, XLA passes a copy, unless the old value is unused.
+- The caller's arrays never change.  If a kernel updates an argument, XLA copies it first if the old value is used.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
 By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
@@ -155,7 +155,7 @@ __all__ = [
 #
 #     `jax.interpreters.ad`, `.batching`, `.mlir`     to define a primitive (5.1, 11.4 to 11.6); most tests
 #     `ctx.module_context`, `ctx.platforms`           of lowering rules (`_lowering_platforms`, `_num_partitions`)
-#     the attribute `_apply_primitive` of functions   keeps `jax_debug_nans` from running it again; test_debug_nans
+#     the attribute `_apply_primitive` of functions   so that `jax_debug_nans` does not run one again; test_debug_nans
 #     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
 #     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_a_side_effect_keeps...
 #     `val` of the tracers of `vmap`                  the batched value (`_without_numpy`)
@@ -207,7 +207,7 @@ def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
     """Return a jitted function that binds a primitive with these parameters."""
     bind: Any = functools.partial(primitive.bind, **params)
     bind.__name__ = bind.__qualname__ = primitive.name
-    bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans runs the function without jit, forever
+    bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
     return jax.jit(bind)
 
 
@@ -481,14 +481,12 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 # ======================================================================================================
 # 3. Targets: captured values, fingerprints, names, registration, lifetimes.
 #
-# A handler is the machine code that XLA calls to run a kernel (section 6).  XLA programs refer to handlers by target
-# names, which XLA looks up in the process that runs the program.  The program may come from JAX's persistent cache or
-# from another process.  Therefore two kernels of one process that may differ must never have the same target name.
+# XLA programs refer to handlers by target names, which XLA looks up in the process that runs the program.  The program
+# may come from JAX's persistent cache or from another process.  Therefore two kernels of one process that may differ
+# must never have the same target name.  Numba kernels get their targets by these rules.  The table in 3.3 adds Warp.
 #
-# Numba kernels get their targets by these rules.  The table in 3.3 adds Warp.
-#
-# - The captured values of a kernel are the globals, closure variables and defaults that its code references.  Numba
-#   reads them once, when it compiles the kernel.  So a kernel object keeps its target even if they are reassigned.
+# - Numba reads captured values once, when it compiles a kernel.  So a kernel object keeps its target even if they are
+#   reassigned.
 # - If a `def` recreates a kernel, or a plain function is wrapped again, the new object is compared with earlier ones.
 #   If its fingerprint (code, options, captured values) equals an earlier one, it shares that target.  Otherwise each
 #   call of a function that defines a kernel would compile it, and each copy would stay registered forever.  Kernels
@@ -679,14 +677,12 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     return [*_with_parts(sorted(options.items())), *_captured_values(python_function)]
 
 
-_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice)
+_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type(...))
 
 
 def _exact_text(value: Any) -> str | None:
     """Return a text that is equal in all processes and differs for different values; None if there is no such text."""
     kind = type(value)
-    if value is None or value is ...:
-        return repr(value)
     if kind in _LITERAL_TYPES or isinstance(value, np.generic):
         return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}"  # a pickle tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
@@ -701,10 +697,10 @@ def _exact_text(value: Any) -> str | None:
 
 
 def _is_literal(value: Any) -> bool:
-    """Return whether `repr` is an exact text of a value that can be an item of a set in the code of a kernel."""
+    """Return whether `repr` is an exact text of a value.  Only such values are items of sets in code."""
     if type(value) is tuple:
         return all(map(_is_literal, value))
-    return type(value) in _LITERAL_TYPES or value is None or value is ...
+    return type(value) in _LITERAL_TYPES
 
 
 def _inexact_text(value: Any) -> str:
@@ -716,8 +712,7 @@ def _inexact_text(value: Any) -> str:
 
 def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
-    # Every constant that Python's compiler creates has an exact text.
-    constants = [_exact_text(constant) for _, constant in _with_parts([("", code.co_consts)])]
+    constants = [_exact_text(constant) for _, constant in _with_parts([("", code.co_consts)])]  # never None
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, *counts
     return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {constants}"
@@ -767,8 +762,8 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #                           once, because its hash is equal
 #     any, with `name=`     as above                            nothing, so the name is the same after an edit
 #
-# If a name is in use already, a number follows: `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  With `name=`, an error is
-# raised instead.
+# If a name is in use already, a number follows, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  With `name=`, that is
+# an error.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
@@ -806,13 +801,13 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
 
 
 class _Specialization(NamedTuple):
-    """The signature, options and name for which a kernel is compiled.  For Warp, it includes the kernel.
+    """The signature, options and name for which a kernel is compiled.
 
     It consists of tuples, because they stay equal when importlib.reload redefines their classes.
     """
 
     signature: _Signature
-    options: tuple[Any, ...]  # all options that change the machine code, and the content of a Warp kernel
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also the kernel (`_warp_content`)
     platform: str  # "cpu" or "cuda"
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
@@ -846,7 +841,7 @@ class _TargetRegistry:
         # {specialization: target name}, only of Warp kernels.
         self.names_by_content: dict[_Specialization, str] = {}
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
-        self.compile_lock = threading.RLock()  # Numba compiles on one thread at a time, too
+        self.compile_lock = threading.RLock()  # costs no time, because Numba compiles on one thread at a time, too
 
     def numba_target_name(
         self,
@@ -855,10 +850,9 @@ class _TargetRegistry:
         compile_handler: _HandlerCompiler,
         freezes_globals: bool = True,
     ) -> str:
-        """Return the target name of a Numba kernel.  Compile and register the kernel if it has no target to use.
+        """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
 
-        If Python reads globals on each run, in callables and in Numba's simulator, `freezes_globals` is False.  Then no
-        other kernel shares the target.
+        `freezes_globals` is False if Python reads globals on each run: in callables, and in Numba's simulator.
         """
         kernel = wrapper.kernel
         # A dispatcher captures values once.  Each wrapper of a plain function captures them again.
@@ -906,7 +900,7 @@ class _TargetRegistry:
         _choose_name(base_name, specialization)  # raises before the compilation if `name=` is in use
         compiled = compile_handler()
         with _REGISTRY_LOCK:
-            target_name, number = _choose_name(base_name, specialization)  # another thread may have used it
+            target_name, number = _choose_name(base_name, specialization)  # another thread may have taken the name
             if compiled is not None:
                 _register_with_xla(target_name, specialization.platform, compiled)
             _USED_TARGET_NAMES.add(target_name)
@@ -940,7 +934,6 @@ def _choose_name(base_name: str, specialization: _Specialization) -> tuple[str, 
 
 
 def _warn_of_many_compilations(label: str, number: int) -> None:
-    """Warn that equal code was compiled many times."""
     warnings.warn(
         f"Kernel {label!r} was compiled {number} times from the same code, because it, or an object that it captures, "
         "was created again each time. Each compilation takes time, and memory that is never freed. Create the kernel "
@@ -1357,9 +1350,9 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the results, and the effects."""
-    axes = _batch_partition([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
+    partition = _batch_partition([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
     results = call.outs[: call.n_results]
-    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, axes) for out in results]
+    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in results]
     if call.has_side_effect:
         return avals, _side_effect()
     return avals, frozenset()
@@ -7266,8 +7259,8 @@ def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in op_params.vmaps:
         operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
-    batch_axes = _batch_partition(operand_axes)
-    return [_out_aval(out.shape, out.dtype, avals, batch_axes) for out in op_params.batched_outs]
+    partition = _batch_partition(operand_axes)
+    return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_params.batched_outs]
 
 
 def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
