@@ -154,15 +154,15 @@ __all__ = [
 # changes one of them, the named test fails.
 #
 #     `jax.interpreters.ad`, `.batching`, `.mlir`     to define a primitive (5.1, 11.4 to 11.6); most tests
-#     `ctx.module_context`, `ctx.platforms`           of lowering rules (`_lowering_platforms`, `_num_partitions`)
-#     the attribute `_apply_primitive` of functions   so that `jax_debug_nans` does not run one again; test_debug_nans
+#     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_platform_is_that_of_the_lowering
+#     `_apply_primitive`, an attribute of functions   that `jax_debug_nans` must not run again; test_debug_nans
 #     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
 #     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_a_side_effect_keeps...
-#     `val` of the tracers of `vmap`                  the batched value (`_without_numpy`)
+#     `val` of the tracers of `vmap`                  the batched value; test_op_vjp_rule_with_integers
 
 Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
-Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive.  To import jax.extend would take longer.
+Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, whose module takes long to import
 
 # Warnings skip the frames of these files, so they point to the user's line.  On CPython 3.12 and 3.13 a whole file name
 # is not accepted as a prefix, so the last letter of this file's name is left out.
@@ -243,7 +243,7 @@ def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Call
 
 
 def _without_numpy(x: Any) -> Any:
-    """Return the value.  If `vmap` batches a NumPy array under `jit`, return it as a JAX array.
+    """Return `x`.  If it is a NumPy array that `vmap` batches under `jit`, return it as a JAX array.
 
     `jax.custom_vjp` does not take tracers of NumPy arrays (jax <= 0.12).
     """
@@ -526,8 +526,9 @@ def _native_lock_address(name: str) -> int:
 
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
-# The values that the code of a kernel references.  Three parts of this file use them: fingerprints (3.2), the analysis
-# of the source (8), and callables (9.2), whose captured values show which CUDA package they use.
+# The globals, closure variables and defaults that the code of a kernel references.  Three parts of this file use them:
+# fingerprints (3.2), the analysis of the source (8), and callables (9.2), whose captured values show which CUDA package
+# they use.
 
 
 def _py_func(kernel: Any) -> Any:
