@@ -769,7 +769,7 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
-# A thread that holds `_CudaBatch.lock` holds no other lock of this file.
+# A thread that holds `_CudaBatch.lock` acquires neither of these.  `_GPUS_LOCK` is held only while a list is read.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
