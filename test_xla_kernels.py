@@ -2755,14 +2755,28 @@ def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
         with pytest.raises(MemoryError, match="lock for machine code"):
-            xk._native_lock("a lock of this test")
-    address = xk._native_lock("a lock of this test")
-    assert address and xk._native_lock("a lock of this test") == address
+            xk._native_lock_address("a lock of this test")
+    address = xk._native_lock_address("a lock of this test")
+    assert address and xk._native_lock_address("a lock of this test") == address
 
 
 def test_only_sets_of_literals_have_a_text_that_is_equal_in_all_processes():
     assert xk._exact_text({"nnan", "nsz"}) == xk._exact_text({"nsz", "nnan"})
-    assert xk._exact_text({object()}) is None
+    for value in ({object()}, {(1, object())}, {frozenset({"nnan", "nsz"})}):
+        assert xk._exact_text(value) is None
+
+
+def test_kernels_that_differ_in_a_constant_set_of_tuples_differ():
+    """`(a, b) in {(1, 2)}` is a frozenset of tuples in the kernel's code."""
+    kernels = [reads(f"1 if (x.size, x.ndim) in {{({size}, 1), (9, 9)}} else 0") for size in (4, 5)]
+    assert list(map(result_of, kernels)) == [1, 0]
+
+
+def test_a_captured_list_may_contain_itself():
+    """The kernel only has an attribute of this name, but the code does not show that."""
+    recursive = [1.0]
+    recursive.append(recursive)
+    assert result_of(reads("x[0] + x.size", size=recursive)) == 1 + F32.size
 
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():

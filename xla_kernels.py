@@ -1,8 +1,8 @@
 # Copyright 2026 the authors of xla_kernels.  SPDX-License-Identifier: Apache-2.0
 """Call kernels written in Python (Numba, Numba CUDA, NVIDIA Warp) from JAX.
 
-A wrapper turns a kernel into a JAX function.  On CPUs a call costs as much as a call of a C++ handler.  This module is
-one file, to copy into a project or to install.
+A wrapper turns a kernel into a JAX function.  On a CPU, a call is about as fast as a call of a C++ function through
+XLA's FFI.  This module is one file, to copy into a project or to install.
 
     import jax, jax.numpy as jnp
     from xla_kernels import numba_kernel
@@ -18,17 +18,16 @@ The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callab
 
 The contract:
 
-- A mistake either works as intended, or raises an error that names the fix.
-- Inputs never change.
+- A mistake does not give a wrong result silently.  It raises an error that names the fix.
+- The caller's arrays never change.  If a kernel updates an argument, XLA copies it first if the old value is used.
 - New outputs start from zeros, unless `zero_outputs=False`.
-- Correct programs run.
 
 By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
 that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
 and C++ code; containers that hide arrays; a wrong `__eq__`; globals that another thread assigns during compilation.
 
-The module needs Python 3.12, jax 0.9 and NumPy 2.0.  The Numba and Warp backends need Numba 0.63, and Warp also needs
-Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
+The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  The Numba and Warp backends need Numba 0.63 or
+later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends work here.
 """
 
 # A map of this file.
@@ -79,7 +78,7 @@ Warp 1.14.  `python -m xla_kernels` shows which backends work on this machine.
 #     spec               a `jax.ShapeDtypeStruct`: the shape and dtype of an array
 #     buffer             an input, output or scratch array of a call
 #     scratch buffer     a temporary array that a kernel gets after its outputs, and that is not returned
-#     in-out argument    an argument that a kernel updates in place: an input whose new value is an output
+#     in-out argument    an argument that a kernel updates: its old value is an input, and its new value an output
 #     alias              a pair (i, j): output j starts with the value of input i
 #     batch, slice       the arrays of a call under `vmap`; the part of them that one run of the kernel sees
 #     replicated         of an operand: passed whole to each device of a mesh, instead of partitioned
@@ -153,32 +152,32 @@ __all__ = [
 # ======================================================================================================
 # 1. JAX: differences between its versions, and small helpers that it lacks.
 #
-# Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these parts of JAX that are not documented.  After a
-# change of JAX, the named test fails.
+# Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these parts of JAX that are not documented.  If JAX
+# changes one of them, the named test fails.
 #
 #     `jax.interpreters.ad`, `.batching`, `.mlir`     to define a primitive (5.1, 11.4 to 11.6); most tests
-#     `ctx.module_context`, `ctx.platforms`           of lowering rules (`_lowering_platforms`, `_num_partitions`)
-#     `_apply_primitive` on a function                keeps `jax_debug_nans` from running it again; test_debug_nans
+#     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_platform_is_that_of_the_lowering
+#     `_apply_primitive`, an attribute of functions   that `jax_debug_nans` must not run again; test_debug_nans
 #     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
 #     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_a_side_effect_keeps...
-#     `val` of the tracers of `vmap`                  the batched value (`_without_numpy`)
+#     `val` of the tracers of `vmap`                  the batched value; test_op_vjp_rule_with_integers
 
 Spec = jax.ShapeDtypeStruct
-_SYMBOLIC = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
-Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the 36 ms that importing jax.extend takes
+_SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
+Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, whose module takes long to import
 
 # Warnings skip the frames of these files, so they point to the user's line.  On CPython 3.12 and 3.13 a whole file name
 # is not accepted as a prefix, so the last letter of this file's name is left out.
 _INTERNAL_FILE_PREFIXES = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
-def _import(module: str, user: str, install: str) -> Any:
+def _import(module: str, needed_by: str, install: str) -> Any:
     """Import an optional package.  If it is missing, raise an error with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{user} needs {package} ({error}). Install it: {install}") from error
+        raise ImportError(f"{needed_by} needs {package} ({error}). Install it: {install}") from error
 
 
 # -- platforms and devices -----------------------------------------------------------------------------
@@ -210,13 +209,14 @@ def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
     """Return a jitted function that binds a primitive with these parameters."""
     bind: Any = functools.partial(primitive.bind, **params)
     bind.__name__ = bind.__qualname__ = primitive.name
-    bind._apply_primitive = True  # otherwise jax_debug_nans runs it without jit, again and again
+    bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
     return jax.jit(bind)
 
 
-def _apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
+def _run_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
     """Compile and run a primitive on arrays.  JAX calls this if a primitive is bound outside of `jax.jit`."""
-    with jax.disable_jit(False):  # otherwise the jitted function would bind the primitive to arrays again
+    # Under `jax.disable_jit`, the jitted function would bind the primitive again, and so call this function forever.
+    with jax.disable_jit(False):
         return _jitted_primitive(primitive, **params)(*args)
 
 
@@ -226,7 +226,7 @@ def _lowering_platforms(ctx: Any) -> Sequence[str]:
 
 
 def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
-    """Trace a function of the operands that returns a sequence, and lower it."""
+    """Trace `function(*operands)`, which returns a sequence, and lower it."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
@@ -245,7 +245,7 @@ def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Call
 
 
 def _without_numpy(x: Any) -> Any:
-    """Return the value.  If `vmap` batches a NumPy array under `jit`, return it as a JAX array.
+    """Return `x`.  If it is a NumPy array that `vmap` batches under `jit`, return it as a JAX array.
 
     `jax.custom_vjp` does not take tracers of NumPy arrays (jax <= 0.12).
     """
@@ -257,7 +257,7 @@ def _without_numpy(x: Any) -> Any:
 
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     """Return an operand with its batch dimension in front.  If it has none, broadcast it to `size`."""
-    if not isinstance(x, jax.Array):  # jax < 0.9.2 cannot transpose its own constants
+    if not isinstance(x, jax.Array):  # such as a constant of a jaxpr, whose type jax < 0.9.2 cannot transpose
         x = np.asarray(x)
     return batching.bdim_at_front(x, dim, size)
 
@@ -298,10 +298,10 @@ def _all_varying_axes(avals: Iterable) -> frozenset:
     return frozenset().union(*map(_varying_axes, avals))
 
 
-def _varying(axes: frozenset) -> dict[str, Any]:
+def _varying_kwargs(axes: frozenset) -> dict[str, Any]:
     """Return the keyword arguments with which an abstract value or a spec varies over these axes.
 
-    Pallas creates arrays from specs, so specs need them, too.
+    Specs need these arguments because Pallas builds abstract values from specs.
     """
     if not axes:
         return {}
@@ -310,18 +310,18 @@ def _varying(axes: frozenset) -> dict[str, Any]:
     return {"vma": axes}
 
 
-def _out_aval(shape: tuple, dtype: Any, ins: Sequence, axes: Sequence = ()) -> Any:
-    """Return the abstract value of a result of `ins`, on their mesh, with its first dimensions sharded over `axes`."""
+def _out_aval(shape: tuple, dtype: Any, ins: Sequence, partition: Sequence = ()) -> Any:
+    """Return the abstract value of a result of `ins`, on their mesh, sharded like `PartitionSpec(*partition)`."""
     mesh = _mesh_of(ins)
     if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying(_all_varying_axes(ins)))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*partition))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying_kwargs(_all_varying_axes(ins)))
 
 
-def _batch_axes(candidates: Iterable[Iterable[Any]]) -> list:
-    """Return the mesh axes of each batch dimension: the first entry of the operands' shardings that is not None."""
-    return [next(filter(None, axes), None) for axes in candidates]
+def _batch_partition(axes_of_operands: Iterable[Iterable[Any]]) -> list:
+    """For each batch dimension, return the first mesh axis that any operand is sharded over, or None."""
+    return [next(filter(None, axes), None) for axes in axes_of_operands]
 
 
 def _make_varying(args: Sequence) -> list:
@@ -352,8 +352,8 @@ def _num_partitions(ctx: Any) -> int:
 # 2. C structs: the part of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 #
 # Each struct has its C name, and its fields have the C names and the C order.  XLA adds fields only at the end of a
-# struct, so these declarations fit every later jaxlib (test_mirrored_structs_equal_the_header).  If the major version
-# of the API changes, everything may change: XLA rejects a handler that reports another major version than its own.
+# struct, so these declarations fit every later jaxlib (test_mirrored_structs_equal_the_header).  A new major version of
+# the API may change everything, but then XLA rejects the handler, which reports `_API_MAJOR`.
 
 _PTR = ctypes.c_void_p  # a pointer of any type
 _I64 = ctypes.c_int64
@@ -421,7 +421,7 @@ XLA_FFI_Attrs = _sized_struct(
     attrs=_PTR,  # void*[size]
 )
 
-# -- the arguments of API functions: `XLA_FFI_Error* function(arguments*)`; `ctx` is the one of the call frame --
+# -- the arguments of API functions: `XLA_FFI_Error* function(arguments*)`; `ctx` is the `ctx` of the call frame --
 
 XLA_FFI_Error_Create_Args = _sized_struct(
     message=_PTR,  # a C string, which XLA copies
@@ -483,18 +483,18 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 # ======================================================================================================
 # 3. Targets: captured values, fingerprints, names, registration, lifetimes.
 #
-# A handler is the machine code that XLA calls to run a kernel (section 6).  XLA programs refer to handlers by target
-# names, which XLA looks up in the process that runs the program.  The program may come from JAX's persistent cache or
-# from another process.  Therefore two kernels of one process that may differ must never have the same target name.
+# XLA programs refer to handlers by target names, which XLA looks up in the process that runs the program.  The program
+# may come from JAX's persistent cache or from another process.  Therefore two kernels of one process that may differ
+# must never have the same target name.  Numba kernels get their targets by these rules.  The table in 3.3 adds Warp.
 #
-# - A kernel is identified by its object: a plain function, or a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`).
-# - The captured values of a kernel are the globals, closure variables and defaults that its code references.  Numba
-#   reads them once, when it compiles the kernel.
-# - If a `def` recreates a kernel, or a function is wrapped again, and the captured values are equal, the existing
-#   target is shared.  Otherwise a kernel that is defined in a function would be compiled on each call of that function,
-#   and each copy would stay registered forever.
-# - A target name contains a hash of the kernel's code and captured values.  So it rarely depends on the order in which
-#   kernels are created, and programs in JAX's persistent cache find their kernels.  Only `name=` guarantees this.
+# - Numba reads captured values once, when it compiles a kernel.  So a kernel object keeps its target even if they are
+#   reassigned.
+# - If a `def` recreates a kernel, or a plain function is wrapped again, the new object is compared with earlier ones.
+#   If its fingerprint (code, options, captured values) equals an earlier one, it shares that target.  Otherwise each
+#   call of a function that defines a kernel would compile it, and each copy would stay registered forever.  Kernels
+#   that `_is_reusable` excludes, and those with `freezes_globals=False`, never share a target.
+# - A target name contains a hash of the fingerprint, so programs in JAX's persistent cache find their kernels.  If the
+#   name is in use already, it gets a number, which depends on the order in which kernels are created.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -503,7 +503,8 @@ _INTERFACE_VERSION = 9
 
 _LOG = logging.getLogger(__name__)
 
-# State that all copies of this file in a process share, including vendored and reloaded copies.
+# State that all copies of this file in a process share, including vendored, reloaded and older copies.  It consists of
+# the attributes of a module that exists only in `sys.modules`.  The keys are the same in all versions of this file.
 _PROCESS_STATE: dict[str, Any] = vars(
     sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
 )
@@ -512,7 +513,7 @@ _USED_TARGET_NAMES: set[str] = _PROCESS_STATE.setdefault("names", set())
 _COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("targets", {})  # by target name
 
 
-def _native_lock(name: str) -> int:
+def _native_lock_address(name: str) -> int:
     """Return the address of a lock for machine code, which all copies of this file share.
 
     The lock is CPython's PyThread_type_lock, because a thread can acquire it without the GIL.
@@ -527,8 +528,9 @@ def _native_lock(name: str) -> int:
 
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
-# The values that the code of a kernel references.  Three parts of this file use them: fingerprints (3.2), the analysis
-# of the source (8), and callables (9.2), whose captured values show which CUDA package they use.
+# The globals, closure variables and defaults that the code of a kernel references.  Three parts of this file use them:
+# fingerprints (3.2), the analysis of the source (8), and callables (9.2), whose captured values show which CUDA package
+# they use.
 
 
 def _py_func(kernel: Any) -> Any:
@@ -543,7 +545,7 @@ _LIBRARIES = frozenset("_operator builtins cmath heapq math numba numba_cuda_mli
 
 
 def _is_library_module(name: Any) -> bool:
-    """Return whether a module is part of a library, whose attributes are not expected to be reassigned."""
+    """Return whether a module belongs to Python, NumPy or Numba.  Its attributes are not expected to be reassigned."""
     return str(name).partition(".")[0] in _LIBRARIES
 
 
@@ -589,15 +591,15 @@ def _with_parts(values: Iterable[tuple[str, Any]], attributes: Sequence[str] = (
 
     Attributes are included if their names are in `attributes`, and if the module is not part of a library.
     """
-    found = list(values)
+    found: list[tuple[str, Any, tuple]] = [(name, value, ()) for name, value in values]
     searched = set()  # modules, which may refer to each other
-    for name, value in found:  # the list grows in this loop
-        if isinstance(value, (tuple, list)):
-            found += [(name, item) for item in value]
+    for name, value, containers in found:  # the list grows in this loop
+        if isinstance(value, (tuple, list)) and id(value) not in containers:  # a list may contain itself
+            found += [(name, item, (*containers, id(value))) for item in value]
         elif isinstance(value, types.ModuleType) and not _is_library_module(value.__name__) and value not in searched:
             searched.add(value)
-            found += [(attribute, vars(value)[attribute]) for attribute in attributes if attribute in vars(value)]
-    return found
+            found += [(attribute, vars(value)[attribute], ()) for attribute in attributes if attribute in vars(value)]
+    return [(name, value) for name, value, _ in found]
 
 
 def _kernel_and_helpers(kernel: Any) -> list[Any]:
@@ -639,7 +641,8 @@ class _IdentityKey:
         return id(self.value)
 
     def __eq__(self, other: Any) -> bool:
-        return self.value is getattr(other, "value", None)  # of any class, because importlib.reload redefines this one
+        # `other` may be a key from before importlib.reload, which redefines this class, so isinstance would be False.
+        return hasattr(other, "value") and self.value is other.value
 
 
 class _Fingerprint(NamedTuple):
@@ -671,13 +674,13 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     options["locals"] = sorted(getattr(function, "locals", {}).items())
     # The class as text, because numba_cuda_mlir creates a class for each dispatcher.
     options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
-    # With `cache=True` the machine code may come from a file, and may have captured other values.
-    options["cache"] = type(getattr(function, "_cache", None))
+    # With `cache=True`, machine code may come from a file, with other captured values.  So such kernels are different.
+    options["cache"] = type(getattr(function, "_cache", None)).__name__
     options["code"] = getattr(python_function, "__code__", None)
     return [*_with_parts(sorted(options.items())), *_captured_values(python_function)]
 
 
-_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice)
+_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type(...))
 
 
 def _exact_text(value: Any) -> str | None:
@@ -687,13 +690,20 @@ def _exact_text(value: Any) -> str | None:
         return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}"  # a pickle tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
         return f"{kind.__name__} of {len(value)}"  # the items have lines of their own (`_with_parts`)
-    if kind in (set, frozenset) and all(type(item) in _LITERAL_TYPES for item in value):  # such as fastmath={"nnan"}
+    if kind in (set, frozenset) and all(map(_is_literal, value)):  # such as fastmath={"nnan"}, or `x in {(1, 2)}`
         return f"{kind.__name__} {sorted(map(repr, value))}"
     if _is_plain_array(value) and _is_embedded_by_numba(value):
         return f"{_inexact_text(value)} {hashlib.blake2b(value.tobytes()).hexdigest()}"
     if kind is types.CodeType:
         return _code_text(value)
     return None
+
+
+def _is_literal(value: Any) -> bool:
+    """Return whether `repr` is an exact text of a value.  Only such values are items of sets in code."""
+    if type(value) is tuple:
+        return all(map(_is_literal, value))
+    return type(value) in _LITERAL_TYPES
 
 
 def _inexact_text(value: Any) -> str:
@@ -705,9 +715,7 @@ def _inexact_text(value: Any) -> str:
 
 def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
-    constants = []
-    for _, constant in _with_parts([("", code.co_consts)]):
-        constants.append(_exact_text(constant) or _inexact_text(constant))  # inexact only for None and Ellipsis
+    constants = [_exact_text(constant) for _, constant in _with_parts([("", code.co_consts)])]  # never None
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, *counts
     return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {constants}"
@@ -729,37 +737,41 @@ def _is_embedded_by_numba(array: np.ndarray) -> bool:
 def _is_reusable(kernel: Any) -> bool:
     """Return whether kernels with the fingerprint of this one can share its machine code."""
     if not isinstance(kernel, types.FunctionType):
-        may_be_compiled = getattr(kernel, "overloads", True)  # a ufunc does not tell, so assume that it is compiled
-        if may_be_compiled:
-            return False  # the machine code may contain other captured values
+        if not hasattr(kernel, "overloads"):
+            return False  # a ufunc, which does not show whether it is compiled
+        if kernel.overloads:
+            return False  # compiled already, perhaps with other captured values
     return not vars(_py_func(kernel))  # attributes, such as __wrapped__, are not part of a fingerprint
 
 
 def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
-    """Return the first overload of each helper, which is None if the helper is not compiled yet.
+    """Return the first overload of each helper, or None if the helper is not compiled yet.
 
-    `Dispatcher.recompile` replaces overloads.  The new ones may have captured other values.
+    `Dispatcher.recompile` replaces all overloads, and the new ones may have captured other values.  So the first
+    overload of a helper shows whether it was recompiled.
     """
-    overloads = []
-    for helper in _kernel_and_helpers(kernel)[1:]:
-        overloads.append(_IdentityKey(next(iter(getattr(helper, "overloads", {}).values()), None)))
-    return tuple(overloads)
+    helpers = _kernel_and_helpers(kernel)[1:]
+    return tuple([_IdentityKey(next(iter(getattr(helper, "overloads", {}).values()), None)) for helper in helpers])
 
 
 # -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
-# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`.  The prefix is the user's `name=`, or `<module>.<kernel>`.
-# A registered name is permanent, and unique in the process.  There are two naming schemes:
+# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, where the prefix is the user's `name=`, or the names of this
+# module and of the kernel.  A registered name is permanent, and unique in the process.
 #
-#     Numba   The fingerprint decides.  Kernels with equal fingerprints share a target, and its text is hashed.  If a
-#             kernel has the same text as another one, but other identities, its name gets a number:
-#             `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
-#     Warp    The content decides.  Warp hashes each kernel, and compiles kernels with equal hashes only once.  So this
-#             hash, the options and the layout of a launch decide the target.
+#     kernel                shares its target with              the hash covers the specialization, and
+#     Numba, reusable       kernels with equal fingerprints     the text of the fingerprint
+#     Numba, not reusable   no other kernel                     the text of the fingerprint
+#     Warp                  kernels that Warp compiles only     Warp's hash of the kernel
+#                           once, because its hash is equal
+#     any, with `name=`     as above                            nothing, so the name is the same after an edit
+#
+# If a name is in use already, a number follows, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  With `name=`, that is
+# an error.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
-# `_CudaBatch.lock` is held while a kernel is compiled once more for batches, and no other lock of this file with it.
+# A thread that holds `_CudaBatch.lock` acquires neither of these.  `_GPUS_LOCK` is held only while a list is read.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
@@ -767,7 +779,7 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #     wrapper              the user or JAX refers to it           the user; functions in JAX's caches
 #     kernel               its wrappers; Numba CUDA: forever      its wrappers; `_CudaBatch`, to compile it once more
 #     captured values      forever, if the kernel is reusable     the keys of `names_by_fingerprint`
-#     `_Target`            traces that bind it                    JAX's caches.  It keeps a Warp kernel alive, too.
+#     `_Target`            traces that bind it                    JAX's caches.  A `_WarpTarget` refers to its kernel.
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
 #     machine code         its `_CompiledHandler`                 `_CompiledHandler.keep_alive`
 #     XLA executable       JAX caches it                          JAX's caches; it refers to handlers only by name
@@ -779,12 +791,12 @@ class _CompiledHandler(NamedTuple):
     address: int
     keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
     data: Any = None  # the handler's `_HandlerData`
-    batch: _CudaBatch | None = None  # on a GPU: prepares a single launch for a batch
+    batch_launch: _CudaBatch | None = None  # Numba CUDA on a GPU: compiles the kernel for batch launches
 
 
 def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
     """Register a handler for all programs that call this target."""
-    # In this order, XLA gets the address in the last step that can fail, and the handler is kept alive from then on.
+    # XLA gets the address in the last step that can fail.  So XLA never has the address of a handler that is freed.
     jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
     handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
     jax.ffi.register_ffi_target(target_name, handler, platform.replace("cuda", "CUDA"))
@@ -792,7 +804,7 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
 
 
 class _Specialization(NamedTuple):
-    """All that decides the target of a kernel, besides the kernel itself.
+    """The signature, options and name for which a kernel is compiled.
 
     It consists of tuples, because they stay equal when importlib.reload redefines their classes.
     """
@@ -803,17 +815,19 @@ class _Specialization(NamedTuple):
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
 
-    def hashed_name(self, kernel_text: str) -> str:
+    def base_name(self, kernel_text: str) -> str:
         """Return the target name without a number."""
         parts = [self.platform, str(self.signature), self.launch_layout]
-        if not self.requested_name:  # with `name=`, an exported program finds the kernel even if it was edited
+        if self.requested_name:
+            prefix = self.requested_name  # an exported program finds the kernel even if its code was edited
+        else:
+            prefix = f"{__name__}.{self.signature.label}"
             parts += [str(self.signature.zeroed), kernel_text, *map(str, self.options)]
-        prefix = self.requested_name or f"{__name__}.{self.signature.label}"
         return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
 
 
-# Compiles a kernel and its handler.  Returns None if another process will run the program, and this one only lowers it.
-_CompileHandler = Callable[[], "_CompiledHandler | None"]
+# Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
+_HandlerCompiler = Callable[[], "_CompiledHandler | None"]
 
 
 class _TargetRegistry:
@@ -830,43 +844,36 @@ class _TargetRegistry:
         # {specialization: target name}, only of Warp kernels.
         self.names_by_content: dict[_Specialization, str] = {}
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
-        self.compile_lock = threading.RLock()  # Numba compiles on one thread at a time, too
+        self.compile_lock = threading.RLock()  # costs no time, because Numba compiles on one thread at a time, too
 
     def numba_target_name(
         self,
         wrapper: Any,
         specialization: _Specialization,
-        compile_handler: _CompileHandler,
+        compile_handler: _HandlerCompiler,
         freezes_globals: bool = True,
     ) -> str:
-        """Return the target name of a Numba kernel.  Compile and register the kernel if no equal one is registered.
+        """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
 
-        Args:
-          wrapper: the `_Wrapper` of the kernel.
-          specialization: the `_Specialization` that the call needs.
-          compile_handler: a `_CompileHandler`.
-          freezes_globals: False if Python reads globals on each run, in callables and in Numba's simulator.  Then no
-            other kernel shares the target.  Default True.
+        `freezes_globals` is False if Python reads globals on each run: in callables, and in Numba's simulator.
         """
         kernel = wrapper.kernel
-        # A dispatcher captures values once.  A plain function that is wrapped again captures them again.
+        # A dispatcher captures values once.  Each wrapper of a plain function captures them again.
         owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
         with _REGISTRY_LOCK:
             names = self.names_by_owner.setdefault(owner, {})
         if specialization not in names:
             with self.compile_lock:
                 if specialization not in names:  # otherwise another thread has compiled the kernel in the meantime
-                    is_shared = freezes_globals and _is_reusable(kernel)
-                    find_name = self._shared_name if is_shared else self._own_name
-                    names[specialization] = find_name(kernel, specialization, compile_handler)
+                    if freezes_globals and _is_reusable(kernel):
+                        name = self._find_or_register(kernel, specialization, compile_handler)
+                    else:
+                        name = self._compile_and_register(specialization, compile_handler, _fingerprint(kernel).text)
+                    names[specialization] = name
         return names[specialization]
 
-    def _own_name(self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
-        """Compile and register a kernel whose target no other kernel can share, and return the target name."""
-        return self._compile_and_register(specialization, compile_handler, _fingerprint(kernel).text)
-
-    def _shared_name(self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
-        """Return the target name of the kernels that are equal to this one.  The first one is compiled."""
+    def _find_or_register(self, kernel: Any, specialization: _Specialization, compile_handler: _HandlerCompiler) -> str:
+        """Return the target name of the kernels that are equal to this one.  Only the first of them is compiled."""
         fingerprint = _fingerprint(kernel)
         key = specialization, fingerprint, _first_overloads(kernel)
         if key not in self.names_by_fingerprint:
@@ -875,7 +882,7 @@ class _TargetRegistry:
             self.names_by_fingerprint[key] = name
         return self.names_by_fingerprint[key]
 
-    def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
+    def warp_target_name(self, specialization: _Specialization, compile_handler: _HandlerCompiler) -> str:
         """Return the target name of a Warp kernel.  Compile and register its handler if there is none of its content.
 
         The caller holds `_WARP_LOCK`.
@@ -886,17 +893,17 @@ class _TargetRegistry:
         return self.names_by_content[specialization]
 
     def _compile_and_register(
-        self, specialization: _Specialization, compile_handler: _CompileHandler, kernel_text: str = ""
+        self, specialization: _Specialization, compile_handler: _HandlerCompiler, kernel_text: str = ""
     ) -> str:
         """Compile a handler, register it under an unused target name, and return the name.
 
         The name is reserved last.  If the compilation or the registration fails, the name stays free.
         """
-        hashed_name = specialization.hashed_name(kernel_text)
-        _choose_name(hashed_name, specialization)  # raises before the compilation if `name=` is in use
+        base_name = specialization.base_name(kernel_text)
+        _choose_name(base_name, specialization)  # raises before the compilation if `name=` is in use
         compiled = compile_handler()
         with _REGISTRY_LOCK:
-            target_name, number = _choose_name(hashed_name, specialization)  # other threads may have used names
+            target_name, number = _choose_name(base_name, specialization)  # another thread may have taken the name
             if compiled is not None:
                 _register_with_xla(target_name, specialization.platform, compiled)
             _USED_TARGET_NAMES.add(target_name)
@@ -907,39 +914,40 @@ class _TargetRegistry:
         return target_name
 
 
-def _choose_name(hashed_name: str, specialization: _Specialization) -> tuple[str, int]:
-    """Return the first of `<hashed name>`, `<hashed name>.2`, `<hashed name>.3`, ... that is unused, and its number.
+def _choose_name(base_name: str, specialization: _Specialization) -> tuple[str, int]:
+    """Return the first of `<base name>`, `<base name>.2`, `<base name>.3`, ... that is unused, and its number.
 
     Raises:
       ValueError: if the user requested the name, and it is in use.
     """
-    target_name = hashed_name
+    target_name = base_name
     number = 1
     requested_name = specialization.requested_name
     while target_name in _USED_TARGET_NAMES:
         if requested_name:
             raise ValueError(
-                f"A name= stands for one kernel of a process. name={requested_name!r} is in use for "
+                f"name= must be unique in a process. name={requested_name!r} is in use for "
                 f"{specialization.signature}, by another kernel of this process, or by this one with other options or "
                 f"captured values. Choose a new name, such as name={requested_name + '_2'!r}, or restart Python if you "
                 "have edited the kernel."
             )
         number += 1
-        target_name = f"{hashed_name}.{number}"
+        target_name = f"{base_name}.{number}"
     return target_name, number
 
 
 def _warn_of_many_compilations(label: str, number: int) -> None:
     warnings.warn(
         f"Kernel {label!r} was compiled {number} times from the same code, because it, or an object that it captures, "
-        "was created again each time. A compilation takes about 75 ms, and 1 MB that is never freed. Create the kernel "
+        "was created again each time. Each compilation takes time, and memory that is never freed. Create the kernel "
         "and its helpers once, outside of the function that calls it.",
         skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
     )
 
 
 _MANY_COMPILATIONS = 50
-_REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()  # importlib.reload keeps the registry
+# importlib.reload keeps the registry.  Other copies of this file have their own, because they may be other versions.
+_REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
 
 def _hash(*parts: str) -> str:
@@ -955,13 +963,14 @@ class _Target:
     """
 
     name: str
-    launch: tuple[int, ...] = ()  # the integers that the handler reads, which depend on shapes and options
+    # The integers that the handler reads, which depend on shapes and options; for Numba CUDA: grid, block (3 each), ...
+    launch: tuple[int, ...] = ()
     is_noop: bool = False  # whether the launch is empty for these shapes and options
     platform: str = ""
-    # For error messages: the name of the wrapper, the platforms it runs on, and how to get a derivative.
-    title: str = ""
-    where: str = ""
-    derivative: str = ""
+    # Parts of error messages:
+    title: str = ""  # the wrapper, such as "numba_kernel 'add'"
+    runs_on: str = ""  # the platforms, such as "runs on CPUs"
+    derivative: str = ""  # how to get a derivative
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch}"
@@ -970,35 +979,35 @@ class _Target:
         """Prepare a call for a platform, and return the target that the lowered program calls.
 
         A Numba kernel was registered when its call was traced, so this method returns `self`.  If there is a batch on a
-        GPU, the method compiles a single launch for it.  `_WarpTarget` overrides it to record and register a launch.
+        GPU, the method compiles the kernel for a batch launch.  `_WarpTarget` records and registers a launch instead.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
         """
         if platform != self.platform:
             raise NotImplementedError(
-                f"{self.title} {self.where}. This call is compiled for the platform {platform!r}. Move its inputs to "
+                f"{self.title} {self.runs_on}. This call is compiled for the platform {platform!r}. Move its inputs to "
                 "a device that the kernel runs on: x = jax.device_put(x, device)."
             )
-        compiled = _COMPILED_HANDLERS.get(self.name)  # None if another process will run the program
-        if has_batch and compiled and compiled.batch:
+        compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
+        if has_batch and compiled and compiled.batch_launch:
             with _log_per_slice_fallback(self.title):
-                compiled.batch.prepare(grid=self.launch[:3], block=self.launch[3:6])
+                compiled.batch_launch.prepare(grid=self.launch[:3], block=self.launch[3:6])
         return self
 
 
 class _BatchLaunchUnsupported(Exception):
-    """The reason why a batch on a GPU is not a single launch, but one launch per slice."""
+    """The reason why a batch on a GPU needs one launch per slice."""
 
 
 @contextlib.contextmanager
 def _log_per_slice_fallback(title: str) -> Iterator[None]:
-    """Catch any exception while a single launch is prepared for a batch, and log it as the reason for the fallback."""
+    """Catch any exception while a batch launch is prepared, and log it as the reason for one launch per slice."""
     try:
         yield
     except Exception as error:  # if a kernel cannot be compiled, Numba and Warp raise exceptions of many types
         kind = "" if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: "
-        _LOG.debug("%s: a batch is a launch for each slice: %s%.1000s", title, kind, " ".join(str(error).split()))
+        _LOG.debug("%s falls back to one launch per slice: %s%.1000s", title, kind, " ".join(str(error).split()))
 
 
 class export_checks:
@@ -1006,7 +1015,8 @@ class export_checks:
 
     JAX reads the checks after lowering, so they can be created before the first trace.  A process that loads an
     exported program must first trace the kernels, by a call or by `jax.eval_shape`.  Then XLA finds them by name.
-    Shapes may be symbolic.  For Warp kernels, and with `launch_dims`, only dimensions of `vmap` may be symbolic.
+    Shapes may be symbolic.  For Warp kernels, and for CUDA kernels with `launch_dims=`, only the batch dimensions that
+    `vmap` adds may be symbolic.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -1343,9 +1353,9 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the results, and the effects."""
-    axes = _batch_axes([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
+    partition = _batch_partition([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
     results = call.outs[: call.n_results]
-    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, axes) for out in results]
+    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in results]
     if call.has_side_effect:
         return avals, _side_effect()
     return avals, frozenset()
@@ -1487,7 +1497,7 @@ def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequen
 
 _call_p = Primitive("xla_kernel")
 _call_p.multiple_results = True
-_call_p.def_impl(functools.partial(_apply_primitive, _call_p))
+_call_p.def_impl(functools.partial(_run_primitive, _call_p))
 _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
@@ -2144,7 +2154,7 @@ class _Emitter:
     code_key: Any = None
     entry: int = 0  # address of the compiled kernel
     report: int = 0  # address of a function that turns an exception into the address of a message
-    lock: int = 0  # `_native_lock`, held while slices run, so kernels with the same lock never overlap; 0 for no lock
+    lock: int = 0  # address of a lock that is held while slices run, so kernels with the same lock never overlap; or 0
     in_order: bool = True  # whether the slices of a call run one after another, on the thread that XLA calls from
     starts_threads: bool = False  # whether the kernel starts threads, which inherit the floating-point environment
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
@@ -3439,7 +3449,7 @@ class _NumbaKernel(_NumbaWrapper):
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
-        return _Target(name, platform="cpu", title=self.title, where=where)
+        return _Target(name, platform="cpu", title=self.title, runs_on=where)
 
     def _dispatcher(self) -> Any:
         """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
@@ -4169,7 +4179,7 @@ class _NumbaEmitter(_Emitter):
         if uses_threads:
             numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
             if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
-                self.lock = _native_lock("workqueue_lock")
+                self.lock = _native_lock_address("workqueue_lock")
 
         def report(error: int) -> int:
             if not error:  # the exception belongs to another thread: object mode in a function pointer
@@ -5015,7 +5025,7 @@ class _CudaWrapper(_NumbaWrapper):
         specialization = _Specialization(signature, options, package.platform, self.options.name)
         compile_for_signature = functools.partial(compile_handler, signature)
         name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
-        return _Target(name, platform=package.platform, title=self.title, where=_CUDA_WHERE)
+        return _Target(name, platform=package.platform, title=self.title, runs_on=_CUDA_WHERE)
 
 
 class _CudaKernel(_CudaWrapper):
@@ -5206,7 +5216,7 @@ class _NumbaCuda:
             emitter = _CudaBatchEmitter(self, batch_launcher, handler.data.inner_loop, max_threads)
             return _compile_handler(signature, emitter), max_threads
 
-        return handler._replace(batch=_CudaBatch(handler, compile_for_batch))
+        return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
         """Return a dispatcher that takes all buffers and compiles for our types: the kernel's own, if it does both."""
@@ -6036,7 +6046,7 @@ class _WarpKernelWithValues(_Wrapper):
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
-            where="runs on CPUs, and on NVIDIA GPUs where JAX has one",
+            runs_on="runs on CPUs, and on NVIDIA GPUs where JAX has one",
             derivative=self._derivative_advice(call),
             kernel=self.kernel,
             values=self.values,
@@ -6573,7 +6583,7 @@ class _WarpTarget(_Target):
                 return _compile_handler(self.signature, emitter)
 
             name = _REGISTRY.warp_target_name(specialization, compile_handler)
-        return _Target(name, emitter.launch, platform=platform, title=self.title, where=self.where)
+        return _Target(name, emitter.launch, platform=platform, title=self.title, runs_on=self.runs_on)
 
     def _for_batch_launch(self) -> _WarpTarget:
         """Return a target that runs a batch in one launch."""
@@ -6727,7 +6737,7 @@ class _WarpEmitter(_Emitter):
         self.entry = entry
         if _warp_array_accesses(target.kernel).uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
-            self.lock = _native_lock("tile_lock")
+            self.lock = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock)
         self.code_key = "warp", self.block_sizes, self.placeholders, bool(self.lock)
 
@@ -7871,7 +7881,7 @@ def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     generated = op_params.op._generated
     if key in generated:
         return generated[key]
-    outs = tuple([Spec(out.shape, out.dtype, **_varying(varying_axes)) for out in op_params.outs])
+    outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_params.outs])
     # The function also serves later traces.  So the generator must compute arrays, not tracers, without manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     generator = _drop_unaccepted_kwargs(
@@ -7964,7 +7974,7 @@ class _OpPrimitive(Primitive):
     def __init__(self, op: XLACustomKernel) -> None:
         super().__init__(op.name)
         self.op = op
-        self.def_impl(functools.partial(_apply_primitive, self))
+        self.def_impl(functools.partial(_run_primitive, self))
         self.def_abstract_eval(self.as_jax_rule(_op_abstract_eval))
         ad.primitive_jvps[self] = self.as_jax_rule(_op_jvp)
         ad.primitive_transposes[self] = self.as_jax_rule(_op_transpose)
@@ -8117,8 +8127,8 @@ def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in op_params.vmaps:
         operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
-    batch_axes = _batch_axes(operand_axes)
-    return [_out_aval(out.shape, out.dtype, avals, batch_axes) for out in op_params.batched_outs]
+    partition = _batch_partition(operand_axes)
+    return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_params.batched_outs]
 
 
 def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
@@ -8375,7 +8385,7 @@ def _vmap_rule(rule: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any
 
 def _symbolic_slice(x: Any, axis: int | None) -> Any:
     """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
-    if axis is None or type(x) not in _SYMBOLIC:
+    if axis is None or type(x) not in _SYMBOLIC_TYPES:
         return x
     return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
@@ -8410,7 +8420,7 @@ def _check_rule_results(what: str, returned: Any, declares: str, avals: Sequence
     """
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
-    terms = [None if isinstance(x, _SYMBOLIC) else x for x in returned]
+    terms = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
     arrays = _check_results(what, terms, declares, expected)
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
