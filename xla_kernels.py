@@ -6223,26 +6223,26 @@ class XLACustomKernel(_PickledByReference):
 
         op(*ins, outs=..., backend=None, **params)
 
-    Register kernels with `def_kernel` and its shorthands, such as `def_numba_kernel`. Under `vmap`, the kernel of the
-    chosen backend is batched. Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
-    `def_transpose_rule` or `def_vjp_rule`. An op lives as long as the process.
+    Register kernels with `def_kernel` and its shorthands, such as `def_numba_kernel`.  Under `vmap`, the kernel of the
+    chosen backend is batched.  Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
+    `def_transpose_rule` or `def_vjp_rule`.  An op lives as long as the process.
 
-    An op has no side effects. JAX drops a call if its results are unused, and it does not order calls. Under `vmap`,
-    both branches of a `cond` run, and errors of either branch are raised. A `while_loop` under `vmap` also runs the
+    An op has no side effects.  JAX drops a call if its results are unused, and it does not order calls.  Under `vmap`,
+    both branches of a `cond` run, and errors of either branch are raised.  A `while_loop` under `vmap` also runs the
     kernel for batch elements that have finished.
 
     Args:
-      name: str. The name in jaxprs and error messages. It need not be unique.
-      doc: str or None. The docstring of this op. Default None: the docstring of the class.
+      name: str.  The name in jaxprs and error messages.  It need not be unique.
+      doc: str or None.  The docstring of this op.  Default None: the docstring of the class.
 
     Args of a call:
       ins: arrays, Python scalars, or objects with `__dlpack__`, such as arrays of Warp, PyTorch and CuPy.
       outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
-        operands' abstract values that returns one of these. It describes the results. If it contains a dict, the
+        operands' abstract values that returns one of these.  It describes the results.  If it contains a dict, the
         kernel must return a dict with the same keys: JAX flattens dicts in the order of their keys, so results are
-        matched by key. For decorated kernels, which return tuples, use a NamedTuple instead.
-      backend: str or None. A registered backend. Default None: the default backend of the platform.
-      params: hashable static parameters, which generators and rules receive. They are compared with `==`, except that
+        matched by key.  For decorated kernels, which return tuples, use a NamedTuple instead.
+      backend: str or None.  A registered backend.  Default None: the default backend of the platform.
+      params: hashable static parameters, which generators and rules receive.  They are compared with `==`, except that
         values of different types differ, such as 1, 1.0 and True.
 
     Returns:
@@ -6330,21 +6330,21 @@ class XLACustomKernel(_PickledByReference):
         compiles these again.
 
         Args:
-          backend: str. Any name. For `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"` and `"cuda_raw"` there
-            are shorthands, such as `def_numba_kernel`.
-          platform: str. `"cpu"`, `"gpu"` or `"tpu"`. `"cuda"` and `"rocm"` mean `"gpu"`.
+          backend: str.  Any name.  For `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"` and `"cuda_raw"`
+            there are shorthands, such as `def_numba_kernel`.
+          platform: str.  `"cpu"`, `"gpu"` or `"tpu"`.  `"cuda"` and `"rocm"` mean `"gpu"`.
           kg: a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), a wrapper such as `numba_kernel(...)`, or a
-            generator. A generator is a plain function `kg(outs=..., **params)`, called with the static parameters of a
-            call, and with `outs` (a tuple of specs) if it has such a parameter. It returns a decorated kernel, a
-            wrapper, or a function that JAX can trace. Default None: return a decorator.
-          asdefault: bool. Whether this backend becomes the default of the platform. Default False: the first
+            generator.  A generator is a plain function `kg(outs=..., **params)`, called with the static parameters of a
+            call, and with `outs` (a tuple of specs) if it has such a parameter.  It returns a decorated kernel, a
+            wrapper, or a function that JAX can trace.  Default None: return a decorator.
+          asdefault: bool.  Whether this backend becomes the default of the platform.  Default False: the first
             registered backend is the default.
           options: for a decorated kernel, the options of `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`, such as
-            `launch_dims` and `zero_outputs`. A decorated kernel gets outputs of zeros, like every wrapper, unless you
+            `launch_dims` and `zero_outputs`.  A decorated kernel gets outputs of zeros, like every wrapper, unless you
             pass `zero_outputs=False`.
 
         Returns:
-          `kg`, or a decorator if `kg` is None. The shorthands return the same.
+          `kg`, or a decorator if `kg` is None.  The shorthands return the same.
 
         Raises:
           TypeError: if an option is unknown, if there are options for a generator, or if a shorthand gets a decorated
@@ -6368,7 +6368,7 @@ class XLACustomKernel(_PickledByReference):
             @op.def_numba_kernel
 
         Args:
-          kg, asdefault, options: see `def_kernel`. The options are those of `numba_kernel`.
+          kg, asdefault, options: see `def_kernel`.  The options are those of `numba_kernel`.
 
         Example:
           >>> import numba
@@ -6390,7 +6390,7 @@ class XLACustomKernel(_PickledByReference):
         On CPUs it is a fallback: it is the default only if no other backend is registered there.
 
         Args:
-          kg, asdefault, options: see `def_kernel`. The options are those of `warp_kernel`, such as `launch_dims`.
+          kg, asdefault, options: see `def_kernel`.  The options are those of `warp_kernel`, such as `launch_dims`.
             `asdefault` concerns GPUs only.
 
         Example:
@@ -6414,7 +6414,7 @@ class XLACustomKernel(_PickledByReference):
         In Numba's simulator it is also a fallback for CPUs, like a Warp kernel.
 
         Args:
-          kg, asdefault, options: see `def_kernel`. The options are those of `numba_cuda_kernel`. A `@cuda.jit` kernel
+          kg, asdefault, options: see `def_kernel`.  The options are those of `numba_cuda_kernel`.  A `@cuda.jit` kernel
             needs `launch_dims`, or `grid` and `block`.
 
         Example:
@@ -6438,8 +6438,8 @@ class XLACustomKernel(_PickledByReference):
             op.def_pallas_kernel(platform, kg)
 
         Args:
-          platform: str. `"gpu"`, `"tpu"`, or `"cpu"` (in interpret mode).
-          kg, asdefault: see `def_kernel`. The generator returns a function that calls `pallas_call`.
+          platform: str.  `"gpu"`, `"tpu"`, or `"cpu"` (in interpret mode).
+          kg, asdefault: see `def_kernel`.  The generator returns a function that calls `pallas_call`.
 
         Example:
           >>> from jax.experimental import pallas
@@ -6456,7 +6456,7 @@ class XLACustomKernel(_PickledByReference):
         """Register a generator of a Triton kernel as backend `"triton"` for GPUs.
 
         Args:
-          kg, asdefault: see `def_kernel`. The generator returns a function that JAX can trace.
+          kg, asdefault: see `def_kernel`.  The generator returns a function that JAX can trace.
         """
         return self._register_kernel("triton", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
@@ -6464,7 +6464,7 @@ class XLACustomKernel(_PickledByReference):
         """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs.
 
         Args:
-          kg, asdefault: see `def_kernel`. The generator returns a function that JAX can trace.
+          kg, asdefault: see `def_kernel`.  The generator returns a function that JAX can trace.
         """
         return self._register_kernel("cuda_raw", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
@@ -6553,7 +6553,7 @@ class XLACustomKernel(_PickledByReference):
 
         Args:
           platform: str, see `def_kernel`.
-          backend: str. A backend that is registered for the platform.
+          backend: str.  A backend that is registered for the platform.
 
         Raises:
           ValueError: if the backend is not registered for the platform.
@@ -6598,17 +6598,17 @@ class XLACustomKernel(_PickledByReference):
 
             fun(args, axes, **params) -> (outputs, output_axes)
 
-        Without this rule, the kernel of the backend is batched. If the op has a JVP or transpose rule, the batching
-        rule runs when a call is lowered. In that case, derivatives come from the op's rules, and the batching rule
+        Without this rule, the kernel of the backend is batched.  If the op has a JVP or transpose rule, the batching
+        rule runs when a call is lowered.  In that case, derivatives come from the op's rules, and the batching rule
         cannot use traced values of its closure.
 
         Args:
-          fun: a function. `args` holds the operands. `axes` holds the position of the batch axis for each operand,
-            which is 0, or None for an unbatched operand. `params` is described in `def_jvp_rule`. `fun` returns the
+          fun: a function.  `args` holds the operands.  `axes` holds the position of the batch axis for each operand,
+            which is 0, or None for an unbatched operand.  `params` is described in `def_jvp_rule`.  `fun` returns the
             outputs and their batch axes: two lists, or one output and one axis.
 
         Returns:
-          `fun`. The methods `def_..._rule` that take one function are also decorators.
+          `fun`.  The methods `def_..._rule` that take one function are also decorators.
 
         Example:
           >>> op = XLACustomKernel("exp")
@@ -6629,11 +6629,11 @@ class XLACustomKernel(_PickledByReference):
             fun(primals, tangents, **params) -> (outputs, output_tangents)
 
         Args:
-          fun: a function of two tuples with an item for each operand. A zero tangent is a `jax.interpreters.ad.Zero`.
-            `fun` returns two lists with an item for each output. The tangent of an output may be None for zero.
-            `params` holds the static parameters of the call, `outs` (a tuple of specs) and `backend`. A rule may omit
-            the parameters `outs` and `backend`. An op that the rule calls uses its default backend. To use the backend
-            of the call instead, pass `backend=backend`.
+          fun: a function of two tuples with an item for each operand.  A zero tangent is a `jax.interpreters.ad.Zero`.
+            `fun` returns two lists with an item for each output.  The tangent of an output may be None for zero.
+            `params` holds the static parameters of the call, `outs` (a tuple of specs) and `backend`.  A rule may omit
+            the parameters `outs` and `backend`.  An op that the rule calls uses its default backend.  To use the
+            backend of the call instead, pass `backend=backend`.
 
         Example:
           >>> op = XLACustomKernel("square")
@@ -6665,10 +6665,10 @@ class XLACustomKernel(_PickledByReference):
             fun(cotangents, *operands, **params) -> operand cotangents
 
         Args:
-          fun: a function. `cotangents` is a list with an item for each output; a zero is a `jax.interpreters.ad.Zero`.
+          fun: a function.  `cotangents` is a list with an item for each output; a zero is a `jax.interpreters.ad.Zero`.
             An operand in which the op is linear is an `ad.UndefinedPrimal` (`ad.is_undefined_primal(x)` is True).
-            `params` is described in `def_jvp_rule`. `fun` returns a list with a cotangent for each operand in which the
-            op is linear, and None for each other operand.
+            `params` is described in `def_jvp_rule`.  `fun` returns a list with a cotangent for each operand in which
+            the op is linear, and None for each other operand.
 
         Example:
           >>> op = XLACustomKernel("scale")
@@ -6686,12 +6686,13 @@ class XLACustomKernel(_PickledByReference):
             fwd(*ins, **params) -> (results, residuals)
             bwd(residuals, cotangents, **params) -> operand cotangents
 
-        The op then supports reverse mode only. Of a VJP rule and a JVP rule, the op uses the one that was defined last.
+        The op then supports reverse mode only.  Of a VJP rule and a JVP rule, the op uses the one that was defined
+        last.
 
         Args:
-          fwd: a function. `params` is described in `def_jvp_rule`. The results, usually those of the op itself, have
+          fwd: a function.  `params` is described in `def_jvp_rule`.  The results, usually those of the op itself, have
             the structure of `outs`.
-          bwd: a function. The cotangents have the structure of `outs`. `bwd` returns a cotangent for each operand, or
+          bwd: a function.  The cotangents have the structure of `outs`.  `bwd` returns a cotangent for each operand, or
             None for zero.
 
         Example:
@@ -6747,10 +6748,10 @@ class XLACustomKernel(_PickledByReference):
 
         Args:
           ins, outs, params: as for a call of the op.
-          backend: str or None. The backend to time. Default None: all backends of the platform.
+          backend: str or None.  The backend to time.  Default None: all backends of the platform.
 
         Returns:
-          A table, which prints as text. Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
+          A table, which prints as text.  Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
           including compilation), `median_us`, `difference` (the maximum difference from the results of the first
           backend that runs) and `error` (the error message of a backend that fails).
 
@@ -6818,11 +6819,11 @@ class KernelEntry:
     Two entries are equal only if they are the same object.
 
     Attributes:
-      backend: str. The backend for which the kernel is registered.
-      platform: str. `"cpu"`, `"gpu"`, `"tpu"`, or the name of a platform of a plugin.
-      kernel_generator: the registered generator. For a decorated kernel or a wrapper, a generator that returns it.
-      fallback: bool. Whether the kernel is the default only if the platform has no other kernels: Warp on CPUs, and
-        Numba CUDA in Numba's simulator. Default False.
+      backend: str.  The backend for which the kernel is registered.
+      platform: str.  `"cpu"`, `"gpu"`, `"tpu"`, or the name of a platform of a plugin.
+      kernel_generator: the registered generator.  For a decorated kernel or a wrapper, a generator that returns it.
+      fallback: bool.  Whether the kernel is the default only if the platform has no other kernels: Warp on CPUs, and
+        Numba CUDA in Numba's simulator.  Default False.
     """
 
     backend: str
@@ -7006,8 +7007,8 @@ def _kernel_advice(entry: KernelEntry) -> str:
 def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     """Return the results of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
-    Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts
-    may hold the results in another order.
+    Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
+    hold the results in another order.
     """
     leaves, structure = jax.tree.flatten(returned)
     has_unordered_dict = _contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)
@@ -7255,14 +7256,14 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
 
         general_batching_rule(prim, args, axes, **params) -> (outputs, output_axes)
 
-    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel. For any other
+    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel.  For any other
     primitive or function, `jax.lax.map` runs the batch elements one after another.
 
     Args:
       prim: an `XLACustomKernel`, its `primitive`, another primitive, or a function of arrays.
       args: a sequence of operands.
-      axes: the batch axis of each operand, or None for an unbatched operand. At least one is not None.
-      params: the parameters of the primitive. An op needs `outs`, as specs of one batch element.
+      axes: the batch axis of each operand, or None for an unbatched operand.  At least one is not None.
+      params: the parameters of the primitive.  An op needs `outs`, as specs of one batch element.
 
     Returns:
       The outputs, and the batch axis of each output, which is 0, in the same structure.
@@ -7369,9 +7370,9 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
 
     Args:
       primitive: an `XLACustomKernel`, its `primitive`, or another JAX primitive.
-      jvp_rules: a function or None for each operand. The function returns the contribution of the operand's tangent to
-        the tangents of the outputs. For one output, this is an array; otherwise it is a list or tuple. None means zero.
-        The function is called only if the operand is differentiated. An operand with None contributes nothing.
+      jvp_rules: a function or None for each operand.  The function returns the contribution of the operand's tangent to
+        the tangents of the outputs.  For one output, this is an array; otherwise it is a list or tuple.  None means
+        zero.  The function is called only if the operand is differentiated.  An operand with None contributes nothing.
         `params` is described in `XLACustomKernel.def_jvp_rule`.
 
     Raises:
