@@ -5035,7 +5035,7 @@ def test_op_rules_get_zeros_in_the_shape_of_a_slice():
     ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
     ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
     ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
-    ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write return results, residuals"),
+    ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write `return results, residuals`"),
     ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
      "(float32[3,3,8]), but outs declares, with the batch"),
     ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),

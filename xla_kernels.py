@@ -6453,29 +6453,21 @@ class XLACustomKernel(_PickledByReference):
         return self._register_kernel("pallas", [platform], kg, asdefault, {}, is_shorthand=True)
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel as backend `"triton"` for GPUs.
+        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`.
 
-        Args:
-          kg, asdefault: see `def_kernel`.  The generator returns a function that JAX can trace.
+        The generator returns a function that JAX can trace.
         """
         return self._register_kernel("triton", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs.
+        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`.
 
-        Args:
-          kg, asdefault: see `def_kernel`.  The generator returns a function that JAX can trace.
+        The generator returns a function that JAX can trace.
         """
         return self._register_kernel("cuda_raw", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def _register_kernel(
-        self,
-        backend: str,
-        platforms: Sequence[str],
-        kg: Any,
-        asdefault: bool,
-        options: dict,
-        is_shorthand: bool = False,
+        self, backend: str, platforms: list[str], kg: Any, asdefault: bool, options: dict, is_shorthand: bool = False
     ) -> Any:
         """Register a kernel for the first platform, and as a fallback for the others.
 
@@ -6513,18 +6505,17 @@ class XLACustomKernel(_PickledByReference):
         # Only variants of JAX's names are rejected, because plugins add platforms with other names.
         match = re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE)
         if match and platform != match[1].lower():
+            name = _platform_name(match[1].lower())
             raise ValueError(
-                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. "
-                f"Write {_platform_name(match[1].lower())!r}."
+                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. Write {name!r}."
             )
         return _platform_name(platform)
 
     def _clear_caches_if_entries_changed(self) -> None:
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
-        for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
-            if self._candidates(platform).get(backend) is not entry:
-                self._clear_jax_caches()
-                return
+        lowered = list(self._lowered.items())  # a copy, because threads may lower calls
+        if any(self._candidates(platform).get(backend) is not entry for (platform, backend), entry in lowered):
+            self._clear_jax_caches()
 
     def _clear_jax_caches(self) -> None:
         """Clear all of JAX's caches, so that every function is traced and compiled again.
@@ -6549,14 +6540,9 @@ class XLACustomKernel(_PickledByReference):
         return self.defaults.get(self._normalize_platform(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Set the default backend of a platform, even for functions that are compiled already.
+        """Set the default backend of a platform (see `def_kernel`), even for functions that are compiled already.
 
-        Args:
-          platform: str, see `def_kernel`.
-          backend: str.  A backend that is registered for the platform.
-
-        Raises:
-          ValueError: if the backend is not registered for the platform.
+        A ValueError is raised if the backend is not registered for the platform.
         """
         name = self._normalize_platform(platform)
         self._explicit_defaults[name] = self._select_entry(name, backend).backend
@@ -6568,7 +6554,7 @@ class XLACustomKernel(_PickledByReference):
 
     def _candidates(self, platform: str) -> dict[str | None, KernelEntry]:
         """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
-        candidates: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy, as threads may register
+        candidates: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy: threads may register
         if candidates:
             first = min(candidates.values(), key=operator.attrgetter("fallback"))  # the first that is not a fallback
             candidates[None] = candidates.get(self._explicit_defaults.get(platform), first)
@@ -6588,7 +6574,7 @@ class XLACustomKernel(_PickledByReference):
         raise NotImplementedError(text) if backend is None else ValueError(text)
 
     def _registered(self) -> str:
-        """Return a list of all platforms and their backends, for people."""
+        """Return all platforms and their backends as a text."""
         return "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._entries.items()]) or "nothing"
 
     # -- rules -----------------------------------------------------------------------------------------
@@ -6955,7 +6941,7 @@ def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     """Return the function that a generator returns for a call.  The generator is called once for equal calls."""
     varying_axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # part of the type of arrays that the generator creates
-    key = entry, op_params.outs, varying_axes, mesh, op_params.params_key, jax.config.jax_enable_x64
+    key = (entry, op_params.outs, varying_axes, mesh, op_params.params_key, jax.config.jax_enable_x64)
     generated = op_params.op._generated
     if key in generated:
         return generated[key]
@@ -6973,7 +6959,7 @@ def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
 
 
 def _check_generated_function(function: Any, entry: KernelEntry) -> None:
-    """Raise if a generator has returned something other than a function without side effects."""
+    """Raise if a generator has returned something that cannot be called, or a kernel with side effects."""
     if not callable(function):
         raise TypeError(
             f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
@@ -6991,7 +6977,8 @@ def _call_generated_function(what: str, function: Callable, entry: KernelEntry, 
     try:
         return function(*ins)
     except TypeError:
-        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:  # maybe a decorator is missing
+        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:
+            # Maybe the user forgot the decorator of a kernel, which also has parameters for the outputs.
             signature = inspect.signature(function, follow_wrapped=False)
             _check_call_signature(signature, f"{_kernel_advice(entry)} {what}", ins)
         raise
@@ -7023,12 +7010,8 @@ def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
 def _check_results(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
-    Args:
-      what: the subject of the error message, which returned the results.
-      returned: the results.  None matches any expected spec: in a rule it is a zero.
-      expected_phrase: the words before the expected specs in the error message, such as "outs declares".
-      expected: specs or abstract values.  None matches any result.
-      advice: the end of the error message.
+    None matches everything, as a result (a zero in a rule) and as an expected spec.  The error message consists of `what`
+    returned the results, `expected_phrase`, the expected specs, and `advice`.
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
@@ -7044,7 +7027,8 @@ def _check_results(what: str, returned: Sequence, expected_phrase: str, expected
 
 
 # -- 11.4 The primitive and the rules that JAX's interpreters call -------------------------------------
-# Each rule uses the op's registrations at the time when JAX calls it.  JAX caches its result.
+# Each rule uses the kernels and rules that are registered when JAX calls it.  JAX caches its result, so a later
+# registration may have to clear JAX's caches (`_was_traced`, `_lowered`).
 
 
 class _OpPrimitive(Primitive):
@@ -7128,7 +7112,7 @@ class _OpParams:
         return self.tree.unflatten(results)
 
     def with_allowed_dtypes(self, ins: Sequence) -> _OpParams:
-        """Return the parameters with outs truncated as jax_enable_x64 demands, which can change between two calls."""
+        """Return the parameters with the dtypes of outs truncated as in this call, which depends on jax_enable_x64."""
         outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, outs=tuple(outs))
 
@@ -7139,7 +7123,7 @@ class _OpParams:
         """
         entry = self.op._candidates(_default_platform()).get(self.backend)
         if entry is None or jax.default_backend() != "cpu":
-            return  # on a machine with a GPU, the call may be for the GPU or for the CPU: the kernel is not known yet
+            return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
         key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
         if key not in self.op._checked_calls:
             op_params = self.with_allowed_dtypes(ins)
@@ -7164,10 +7148,11 @@ class _OpParams:
         return bool(self.outs) and all(0 in out.shape for out in self.batched_outs)
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
-        """Return the results of a kernel, in a trace."""
+        """Return the results of a kernel.  This is traced when the op is lowered."""
         if self.is_empty:
             return list(map(_zeros, self.batched_outs))
-        closed = self.trace_kernel(entry, ins)  # in a trace of its own, so that an error leaves nothing in this one
+        # The kernel has a trace of its own, so that an error in the middle adds nothing to the current trace.
+        closed = self.trace_kernel(entry, ins)
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
 
     def trace_kernel(self, entry: KernelEntry, ins: Sequence) -> Any:
@@ -7241,7 +7226,7 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 #     after vmap      bind(x, w)  on all of x        vmaps = ((0, None),)    batch_shape = (8,)
 #     at lowering     jax.vmap(run_slice, (0, None))(x, w)
 #
-# If JAX asks for a derivative between the last two steps, the user's rule is vmapped in the same way (11.6).
+# If JAX differentiates the op between the last two steps, the user's rule is vmapped in the same way (11.6).
 #
 # If the op has its own batching rule and no other rules, the rule runs at once, like any batching rule of JAX.  JAX can
 # differentiate it, and it can use traced values.  If the op has a JVP or transpose rule, its batching rule runs at
@@ -7407,7 +7392,7 @@ def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any,
 def _add_jvp_terms(
     name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
 ) -> list:
-    """Return the tangents of the outputs: the sums of what the rules of `defjvp` return for the operands."""
+    """Return the tangents of the outputs: the sums of the terms that the rules of `defjvp` return for the operands."""
     if len(rules) != len(primals):
         raise ValueError(
             f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
