@@ -6532,7 +6532,7 @@ class XLACustomKernel(_PickledByReference):
 
     @property
     def defaults(self) -> dict[str, str]:
-        """The default backend of each platform that has a kernel, as a new dict."""
+        """A new dict with the default backend of each platform that has a kernel."""
         return {platform: self._candidates(platform)[None].backend for platform in list(self._entries)}
 
     def get_default(self, platform: str) -> str | None:
@@ -7010,8 +7010,8 @@ def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
 def _check_results(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
-    None matches everything, as a result (a zero in a rule) and as an expected spec.  The error message consists of `what`
-    returned the results, `expected_phrase`, the expected specs, and `advice`.
+    None matches everything: as a result it is a zero of a rule, and as an expected spec it allows any result.  The error
+    says that `what` returned the results, then `expected_phrase` with the expected specs, then `advice`.
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
@@ -7136,7 +7136,7 @@ class _OpParams:
         return self.op.primitive.bind(*ins, _op_params=self)
 
     def bind_batch(self, args: Sequence, axes: Sequence[int | None]) -> list:
-        """Record one more vmap, which becomes the outermost.  Its axis is the first one of each result."""
+        """Bind with one more recorded vmap, the outermost.  In the results, its batch axis is the first axis."""
         in_axes, ins = _move_axes_to_front(args, axes)
         size = ins[in_axes.index(0)].shape[0]
         batched = dataclasses.replace(self, batch_shape=(size, *self.batch_shape), vmaps=(in_axes, *self.vmaps))
