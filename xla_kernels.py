@@ -7010,8 +7010,8 @@ def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
 def _check_results(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
-    None matches everything: as a result it is a zero of a rule, and as an expected spec it allows any result.  The error
-    says that `what` returned the results, then `expected_phrase` with the expected specs, then `advice`.
+    None matches everything: as a result it is a zero of a rule, and as an expected spec it allows any result.  The
+    error says that `what` returned the results, then `expected_phrase` with the expected specs, then `advice`.
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
