@@ -7082,14 +7082,15 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 #           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
 #             f(x)                         `_OpParams.trace_kernel`: traced for one slice, batched, and lowered
 #
-# This section relies on these details of JAX, besides the interface of its interpreters:
+# Besides the parts of JAX that are listed in section 1, this section relies on these details:
 # - "Batching rule for" begins the error for a primitive that has no batching rule.
 # - Constants of a jaxpr may be tracers.  The class of an ordered effect has "Ordered" in its name.
-# - Tracers of `vmap` have an attribute `val` (`_without_numpy`).
 #
-# Only BrainEvent needs the following: the methods from `def_call` to `def_benchmark_data`; `register_general_batching`;
-# calls of the primitive and its transpose rule by hand, the latter without outs (`_OpPrimitive.op_params`); rules that
-# return an undefined primal for a zero (`_check_rule_results`).
+# The public names, such as `kg`, `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library that uses this
+# class.  It is the only user of:
+# - the methods from `def_call` to `def_benchmark_data`, and `register_general_batching`
+# - calls that bind the primitive, or call its transpose rule without outs, by hand (`_OpPrimitive.make_op_params`)
+# - rules that return an undefined primal for a zero (`_check_rule_results`)
 
 # -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -7099,27 +7100,27 @@ class XLACustomKernel(_PickledByReference):
 
         op(*ins, outs=..., backend=None, **params)
 
-    Register kernels with `def_kernel` and its shorthands, such as `def_numba_kernel`. Under `vmap`, the kernel of the
-    chosen backend is batched. Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
-    `def_transpose_rule` or `def_vjp_rule`. An op lives as long as the process.
+    Register kernels with `def_kernel` and its shorthands, such as `def_numba_kernel`.  Under `vmap`, the kernel of the
+    chosen backend is batched.  Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
+    `def_transpose_rule` or `def_vjp_rule`.  An op lives as long as the process.
 
-    An op has no side effects. JAX drops a call if its results are unused, and it does not order calls. Under `vmap`,
-    both branches of a `cond` run, and errors of either branch are raised. A `while_loop` under `vmap` also runs the
+    An op has no side effects.  JAX drops a call if its results are unused, and it does not order calls.  Under `vmap`,
+    both branches of a `cond` run, and errors of either branch are raised.  A `while_loop` under `vmap` also runs the
     kernel for batch elements that have finished.
 
     Args:
-      name: str. The name in jaxprs and error messages. It need not be unique.
-      doc: str or None. The docstring of this op. Default None: the docstring of the class.
+      name: str.  The name in jaxprs and error messages.  It need not be unique.
+      doc: str or None.  The docstring of this op.  Default None: the docstring of the class.
 
     Args of a call:
       ins: arrays, Python scalars, or objects with `__dlpack__`, such as arrays of Warp, PyTorch and CuPy.
       outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
-        operands' abstract values that returns one of these. It describes the results. If it contains a dict, the
-        kernel must return a dict with the same keys, because JAX sorts them. For decorated kernels, which return
-        tuples, use a NamedTuple instead.
-      backend: str or None. A registered backend. Default None: the default backend of the platform.
-      params: hashable static parameters, which generators and rules receive. Equal values of a class with its own
-        `__eq__` are the same parameter, but 1, 1.0 and True are different.
+        operands' abstract values that returns one of these.  It describes the results.  If it contains a dict, the
+        kernel must return a dict with the same keys: JAX flattens dicts in the order of their keys, so results are
+        matched by key.  For decorated kernels, which return tuples, use a NamedTuple instead.
+      backend: str or None.  A registered backend.  Default None: the default backend of the platform.
+      params: hashable static parameters, which generators and rules receive.  They are compared with `==`, except that
+        values of different types differ, such as 1, 1.0 and True.
 
     Returns:
       The results, in the structure of `outs`.
@@ -7146,8 +7147,8 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
-        # The next two tell whether a registration concerns functions that JAX has compiled.
-        self._is_traced = False  # whether they may depend on the rules
+        # A later registration clears JAX's caches only if compiled functions may depend on what it replaces.
+        self._was_traced = False  # whether JAX may have compiled functions that depend on the rules
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpParams}
         self._checked_calls = _BoundedCache()  # the keys of calls whose kernel was traced without an error
@@ -7159,19 +7160,19 @@ class XLACustomKernel(_PickledByReference):
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
-        is_traced = False
+        has_tracers = False
         if not _INPUT_TYPES.issuperset(map(type, ins)):
-            ins, is_traced = _convert_inputs(ins, self.title)
+            ins, has_tracers = _convert_inputs(ins, self.title)
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
             outs = _call_with_specs(outs, self.title, "outs", avals)
-        key = _outs_key(outs), backend, _params_key(params) if params else ()
+        key = (_outs_key(outs), backend, _params_key(params) if params else ())
         try:
             op_params = self._calls[key]
         except (KeyError, TypeError):
             op_params = self._new_op_params(outs, backend, params, key)
-        if not is_traced:
-            return op_params.jitted(*ins)
+        if not has_tracers:
+            return op_params.jitted(*ins)  # lowers the kernel now, so its errors are raised here
         op_params.check_kernel(ins)
         return op_params.trace(*ins)
 
@@ -7186,8 +7187,8 @@ class XLACustomKernel(_PickledByReference):
                     f"{value!r:.80} of type {type(value).__name__}. Pass a number or a tuple, or pass an array as an "
                     f'operand. If it is an argument of a function under jax.jit, add static_argnames="{name}".'
                 ) from None
-        op_params = self.primitive.op_params(outs, backend, **params)
-        with contextlib.suppress(TypeError):  # sizes that are arrays are not hashable
+        op_params = self.primitive.make_op_params(outs, backend, **params)
+        with contextlib.suppress(TypeError):  # the key is not hashable if a shape in outs contains arrays
             return self._calls.keep(key, op_params)
         return op_params
 
@@ -7206,24 +7207,25 @@ class XLACustomKernel(_PickledByReference):
         compiles these again.
 
         Args:
-          backend: str. Any name. For `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"` and `"cuda_raw"` there
-            are shorthands, such as `def_numba_kernel`.
-          platform: str. `"cpu"`, `"gpu"` or `"tpu"`. `"cuda"` and `"rocm"` mean `"gpu"`.
+          backend: str.  Any name.  For `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"` and `"cuda_raw"`
+            there are shorthands, such as `def_numba_kernel`.
+          platform: str.  `"cpu"`, `"gpu"` or `"tpu"`.  `"cuda"` and `"rocm"` mean `"gpu"`.
           kg: a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), a wrapper such as `numba_kernel(...)`, or a
-            generator. A generator is a plain function `kg(outs=..., **params)`, called with the static parameters of a
-            call, and with `outs` (a tuple of specs) if it has such a parameter. It returns a decorated kernel, a
-            wrapper, or a function that JAX can trace. Default None: return a decorator.
-          asdefault: bool. Whether this backend becomes the default of the platform. Default False: the first
+            generator.  A generator is a plain function `kg(outs=..., **params)`, called with the static parameters of a
+            call, and with `outs` (a tuple of specs) if it has such a parameter.  It returns a decorated kernel, a
+            wrapper, or a function that JAX can trace.  Default None: return a decorator.
+          asdefault: bool.  Whether this backend becomes the default of the platform.  Default False: the first
             registered backend is the default.
           options: for a decorated kernel, the options of `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`, such as
-            `launch_dims` and `zero_outputs`. A decorated kernel gets outputs of zeros, like every wrapper, unless you
+            `launch_dims` and `zero_outputs`.  A decorated kernel gets outputs of zeros, like every wrapper, unless you
             pass `zero_outputs=False`.
 
         Returns:
-          `kg`, or a decorator that returns it.
+          `kg`, or a decorator if `kg` is None.  The shorthands return the same.
 
         Raises:
-          TypeError: if an option is unknown, or if there are options for a generator.
+          TypeError: if an option is unknown, if there are options for a generator, or if a shorthand gets a decorated
+            kernel of another backend.
           ValueError: if `platform` is not a platform of JAX, such as `"cuda12"`.
 
         Example:
@@ -7243,13 +7245,7 @@ class XLACustomKernel(_PickledByReference):
             @op.def_numba_kernel
 
         Args:
-          kg, asdefault, options: see `def_kernel`. The options are those of `numba_kernel`.
-
-        Returns:
-          `kg`, or a decorator that returns it.
-
-        Raises:
-          TypeError: as `def_kernel`, and if the kernel is for another backend.
+          kg, asdefault, options: see `def_kernel`.  The options are those of `numba_kernel`.
 
         Example:
           >>> import numba
@@ -7271,14 +7267,8 @@ class XLACustomKernel(_PickledByReference):
         On CPUs it is a fallback: it is the default only if no other backend is registered there.
 
         Args:
-          kg, asdefault, options: see `def_kernel`. The options are those of `warp_kernel`, such as `launch_dims`.
+          kg, asdefault, options: see `def_kernel`.  The options are those of `warp_kernel`, such as `launch_dims`.
             `asdefault` concerns GPUs only.
-
-        Returns:
-          `kg`, or a decorator that returns it.
-
-        Raises:
-          TypeError: as `def_kernel`, and if the kernel is for another backend.
 
         Example:
           >>> import warp as wp
@@ -7301,14 +7291,8 @@ class XLACustomKernel(_PickledByReference):
         In Numba's simulator it is also a fallback for CPUs, like a Warp kernel.
 
         Args:
-          kg, asdefault, options: see `def_kernel`. The options are those of `numba_cuda_kernel`. A `@cuda.jit` kernel
+          kg, asdefault, options: see `def_kernel`.  The options are those of `numba_cuda_kernel`.  A `@cuda.jit` kernel
             needs `launch_dims`, or `grid` and `block`.
-
-        Returns:
-          `kg`, or a decorator that returns it.
-
-        Raises:
-          TypeError: as `def_kernel`, and if the kernel is for another backend.
 
         Example:
           >>> from numba import cuda
@@ -7331,11 +7315,8 @@ class XLACustomKernel(_PickledByReference):
             op.def_pallas_kernel(platform, kg)
 
         Args:
-          platform: str. `"gpu"`, `"tpu"`, or `"cpu"` (in interpret mode).
-          kg, asdefault: see `def_kernel`. The generator returns a function that calls `pallas_call`.
-
-        Returns:
-          `kg`, or a decorator that returns it.
+          platform: str.  `"gpu"`, `"tpu"`, or `"cpu"` (in interpret mode).
+          kg, asdefault: see `def_kernel`.  The generator returns a function that calls `pallas_call`.
 
         Example:
           >>> from jax.experimental import pallas
@@ -7349,39 +7330,21 @@ class XLACustomKernel(_PickledByReference):
         return self._register_kernel("pallas", [platform], kg, asdefault, {}, is_shorthand=True)
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel as backend `"triton"` for GPUs.
+        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`.
 
-            op.def_triton_kernel(kg)
-
-        Args:
-          kg, asdefault: see `def_kernel`. The generator returns a function that JAX can trace.
-
-        Returns:
-          `kg`, or a decorator that returns it.
+        The generator returns a function that JAX can trace.
         """
         return self._register_kernel("triton", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs.
+        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`.
 
-            op.def_cuda_raw_kernel(kg)
-
-        Args:
-          kg, asdefault: see `def_kernel`. The generator returns a function that JAX can trace.
-
-        Returns:
-          `kg`, or a decorator that returns it.
+        The generator returns a function that JAX can trace.
         """
         return self._register_kernel("cuda_raw", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def _register_kernel(
-        self,
-        backend: str,
-        platforms: Sequence[str],
-        kg: Any,
-        asdefault: bool,
-        options: dict,
-        is_shorthand: bool = False,
+        self, backend: str, platforms: list[str], kg: Any, asdefault: bool, options: dict, is_shorthand: bool = False
     ) -> Any:
         """Register a kernel for the first platform, and as a fallback for the others.
 
@@ -7393,57 +7356,50 @@ class XLACustomKernel(_PickledByReference):
                 'op.def_kernel("numba", "cpu", kernel).'
             )
         if kg is None:
-            return functools.partial(
-                self._register_kernel,
-                backend,
-                platforms,
-                asdefault=asdefault,
-                options=options,
-                is_shorthand=is_shorthand,
-            )
-        kind = _decorated_backend(kg)
-        if is_shorthand and kind in _BACKENDS and kind != backend:
+            register = self._register_kernel
+            return lambda kernel: register(backend, platforms, kernel, asdefault, options, is_shorthand)
+        kernel_kind = _decorated_backend(kg)
+        if is_shorthand and kernel_kind in _BACKENDS and kernel_kind != backend:
             raise TypeError(
                 f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
-                f"Register it with op.def_{kind}_kernel(kernel)."
+                f"Register it with op.def_{kernel_kind}_kernel(kernel)."
             )
         generator = _as_generator(f"the kernel of backend {backend!r} of {self.title}", kg, options)
-        names = list(map(self._checked_platform, platforms))
-        for i, platform in enumerate(names):
+        platform_names = list(map(self._normalize_platform, platforms))
+        for i, platform in enumerate(platform_names):
             entries = self._entries.setdefault(platform, {})
             is_fallback = i > 0
             if is_fallback and backend in entries and not entries[backend].fallback:
-                continue  # this backend has a kernel that was registered for this very platform
+                continue  # the user has registered a kernel of this backend for this platform
             entries[backend] = KernelEntry(backend, platform, generator, is_fallback)
         if asdefault:
-            self._explicit_defaults[names[0]] = backend
+            self._explicit_defaults[platform_names[0]] = backend
         self._clear_caches_if_entries_changed()
         return kg
 
-    def _checked_platform(self, platform: str) -> str:
+    def _normalize_platform(self, platform: str) -> str:
         """Return the name under which kernels for a platform are registered, or raise if the name is misspelt."""
         # Only variants of JAX's names are rejected, because plugins add platforms with other names.
         match = re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE)
         if match and platform != match[1].lower():
+            name = _platform_name(match[1].lower())
             raise ValueError(
-                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. "
-                f"Write {_platform_name(match[1].lower())!r}."
+                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. Write {name!r}."
             )
         return _platform_name(platform)
 
     def _clear_caches_if_entries_changed(self) -> None:
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
-        for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
-            if self._candidates(platform).get(backend) is not entry:
-                self._clear_jax_caches()
-                return
+        lowered = list(self._lowered.items())  # a copy, because threads may lower calls
+        if any(self._candidates(platform).get(backend) is not entry for (platform, backend), entry in lowered):
+            self._clear_jax_caches()
 
     def _clear_jax_caches(self) -> None:
         """Clear all of JAX's caches, so that every function is traced and compiled again.
 
         JAX cannot drop only the functions that call one op.
         """
-        self._is_traced = False
+        self._was_traced = False
         self._lowered = {}
         self._generated = _BoundedCache()
         jax.clear_caches()
@@ -7453,42 +7409,29 @@ class XLACustomKernel(_PickledByReference):
 
     @property
     def defaults(self) -> dict[str, str]:
-        """The default backend of each platform that has a kernel, as a new dict."""
+        """A new dict with the default backend of each platform that has a kernel."""
         return {platform: self._candidates(platform)[None].backend for platform in list(self._entries)}
 
     def get_default(self, platform: str) -> str | None:
-        """Return the default backend of a platform, or None if the platform has no kernel.
-
-        Args:
-          platform: str, see `def_kernel`.
-        """
-        return self.defaults.get(self._checked_platform(platform))
+        """Return the default backend of a platform (see `def_kernel`), or None if the platform has no kernel."""
+        return self.defaults.get(self._normalize_platform(platform))
 
     def set_default(self, platform: str, backend: str) -> None:
-        """Set the default backend of a platform, even for functions that are compiled already.
+        """Set the default backend of a platform (see `def_kernel`), even for functions that are compiled already.
 
-        Args:
-          platform: str, see `def_kernel`.
-          backend: str. A backend that is registered for the platform.
-
-        Raises:
-          ValueError: if the backend is not registered for the platform.
+        A ValueError is raised if the backend is not registered for the platform.
         """
-        name = self._checked_platform(platform)
+        name = self._normalize_platform(platform)
         self._explicit_defaults[name] = self._select_entry(name, backend).backend
         self._clear_caches_if_entries_changed()
 
     def available_backends(self, platform: str) -> list[str]:
-        """Return the backends that are registered for a platform, in order of registration.
-
-        Args:
-          platform: str, see `def_kernel`.
-        """
-        return list(self._entries.get(self._checked_platform(platform), {}))
+        """Return the backends that are registered for a platform (see `def_kernel`), in order of registration."""
+        return list(self._entries.get(self._normalize_platform(platform), {}))
 
     def _candidates(self, platform: str) -> dict[str | None, KernelEntry]:
         """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
-        candidates: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy, as threads may register
+        candidates: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy: threads may register
         if candidates:
             first = min(candidates.values(), key=operator.attrgetter("fallback"))  # the first that is not a fallback
             candidates[None] = candidates.get(self._explicit_defaults.get(platform), first)
@@ -7508,7 +7451,7 @@ class XLACustomKernel(_PickledByReference):
         raise NotImplementedError(text) if backend is None else ValueError(text)
 
     def _registered(self) -> str:
-        """Return a list of all platforms and their backends, for people."""
+        """Return all platforms and their backends as a text."""
         return "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._entries.items()]) or "nothing"
 
     # -- rules -----------------------------------------------------------------------------------------
@@ -7518,17 +7461,17 @@ class XLACustomKernel(_PickledByReference):
 
             fun(args, axes, **params) -> (outputs, output_axes)
 
-        Without this rule, the kernel of the backend is batched. If the op has a JVP or transpose rule, the batching
-        rule runs when a call is lowered. Then derivatives come from the op's rules, and the batching rule cannot use
-        traced values of its closure.
+        Without this rule, the kernel of the backend is batched.  If the op has a JVP or transpose rule, the batching
+        rule runs when a call is lowered.  In that case, derivatives come from the op's rules, and the batching rule
+        cannot use traced values of its closure.
 
         Args:
-          fun: a function. `args` holds the operands. `axes` holds the position of the batch axis for each operand,
-            which is 0, or None for an unbatched operand. `params` is described in `def_jvp_rule`. It returns the
+          fun: a function.  `args` holds the operands.  `axes` holds the position of the batch axis for each operand,
+            which is 0, or None for an unbatched operand.  `params` is described in `def_jvp_rule`.  `fun` returns the
             outputs and their batch axes: two lists, or one output and one axis.
 
         Returns:
-          `fun`, so the method is also a decorator.
+          `fun`.  The methods `def_..._rule` that take one function are also decorators.
 
         Example:
           >>> op = XLACustomKernel("exp")
@@ -7540,22 +7483,20 @@ class XLACustomKernel(_PickledByReference):
         return self._define_rule("batching", fun)
 
     def register_general_batching(self) -> None:
-        """Remove the batching rule of :meth:`def_batching_rule`, so that the kernel of the backend is batched again."""
+        """Remove the batching rule, so that the kernel of the backend is batched again."""
         self._set_rule("batching", None)
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
-        """Define the JVP rule as one function.  It replaces a VJP rule.
+        """Define the JVP rule as one function.  It replaces a VJP rule that was defined before.
 
             fun(primals, tangents, **params) -> (outputs, output_tangents)
 
         Args:
-          fun: a function of two tuples with an item for each operand. A zero tangent is a `jax.interpreters.ad.Zero`.
-            It returns two lists with an item for each output. The tangent of an output may be None for zero. `params`
-            holds the static parameters of the call, `outs` (a tuple of specs) and `backend`. A rule may omit the
-            parameters `outs` and `backend`. If the rule calls an op, pass `backend=backend` to use the same backend.
-
-        Returns:
-          `fun`, so the method is also a decorator.
+          fun: a function of two tuples with an item for each operand.  A zero tangent is a `jax.interpreters.ad.Zero`.
+            `fun` returns two lists with an item for each output.  The tangent of an output may be None for zero.
+            `params` holds the static parameters of the call, `outs` (a tuple of specs) and `backend`.  A rule may omit
+            the parameters `outs` and `backend`.  An op that the rule calls uses its default backend.  To use the
+            backend of the call instead, pass `backend=backend`.
 
         Example:
           >>> op = XLACustomKernel("square")
@@ -7570,17 +7511,16 @@ class XLACustomKernel(_PickledByReference):
         return self._define_rule("jvp", fun)
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
-        """Define the JVP rule as one function for each operand.  It replaces a VJP rule.
+        """Define the JVP rule as one function for each operand.  It replaces a VJP rule that was defined before.
 
             rule(tangent, *primals, **params) -> output tangents
 
         Args:
-          jvp_rules: a function or None for each operand, see :func:`defjvp`.
+          jvp_rules: a function or None for each operand, see `defjvp`.
         """
         what = f"{self.title}: the JVP rule for operand"
-        self._set_rule(
-            "jvp", [rule and _drop_unaccepted_kwargs(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)]
-        )
+        rules = [rule and _wrap_user_function(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)]
+        self._set_rule("jvp", rules)
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose rule, if the op is linear in some of its operands.
@@ -7588,12 +7528,10 @@ class XLACustomKernel(_PickledByReference):
             fun(cotangents, *operands, **params) -> operand cotangents
 
         Args:
-          fun: a function. `cotangents` is a list with an item for each output; a zero is a `jax.interpreters.ad.Zero`.
+          fun: a function.  `cotangents` is a list with an item for each output; a zero is a `jax.interpreters.ad.Zero`.
             An operand in which the op is linear is an `ad.UndefinedPrimal` (`ad.is_undefined_primal(x)` is True).
-            `params` is described in `def_jvp_rule`. It returns a cotangent for each operand, and None for the others.
-
-        Returns:
-          `fun`, so the method is also a decorator.
+            `params` is described in `def_jvp_rule`.  `fun` returns a list with a cotangent for each operand in which
+            the op is linear, and None for each other operand.
 
         Example:
           >>> op = XLACustomKernel("scale")
@@ -7611,12 +7549,13 @@ class XLACustomKernel(_PickledByReference):
             fwd(*ins, **params) -> (results, residuals)
             bwd(residuals, cotangents, **params) -> operand cotangents
 
-        The op then supports reverse mode only. A JVP rule that is defined later replaces the VJP rule.
+        The op then supports reverse mode only.  Of a VJP rule and a JVP rule, the op uses the one that was defined
+        last.
 
         Args:
-          fwd: a function. `params` is described in `def_jvp_rule`. The results, usually those of the op itself, have
+          fwd: a function.  `params` is described in `def_jvp_rule`.  The results, usually those of the op itself, have
             the structure of `outs`.
-          bwd: a function. The cotangents have the structure of `outs`. It returns a cotangent for each operand, or
+          bwd: a function.  The cotangents have the structure of `outs`.  `bwd` returns a cotangent for each operand, or
             None for zero.
 
         Example:
@@ -7627,44 +7566,37 @@ class XLACustomKernel(_PickledByReference):
           6.0
         """
         what = f"{self.title}: a function of def_vjp_rule"
-        self._set_rule("vjp", (_drop_unaccepted_kwargs(fwd, what), _drop_unaccepted_kwargs(bwd, what)))
+        self._set_rule("vjp", (_wrap_user_function(fwd, what), _wrap_user_function(bwd, what)))
 
-    def _define_rule(self, kind: str, fun: Callable) -> Callable:
+    def _define_rule(self, rule_kind: str, fun: Callable) -> Callable:
         """Replace a rule by the user's function, and return the function."""
-        self._set_rule(kind, _drop_unaccepted_kwargs(fun, f"{self.title}: the {kind} rule"))
+        self._set_rule(rule_kind, _wrap_user_function(fun, f"{self.title}: the {rule_kind} rule"))
         return fun
 
-    def _set_rule(self, kind: str, rule: Any) -> None:
+    def _set_rule(self, rule_kind: str, rule: Any) -> None:
         """Replace a rule, or remove it if `rule` is None.  Functions that may depend on it are compiled again."""
-        if rule is None and self._rules.get(kind) is None:
+        if rule is None and self._rules.get(rule_kind) is None:
             return
-        if kind == "jvp":
-            self._rules["vjp"] = None  # the newer one of the two rules counts
-        self._rules[kind] = rule
-        if self._is_traced:
+        if rule_kind == "jvp":
+            # `_OpParams.trace` prefers a VJP rule to a JVP rule.  So only a new JVP rule has to remove the older rule.
+            self._rules["vjp"] = None
+        self._rules[rule_kind] = rule
+        if self._was_traced:
             self._clear_jax_caches()
 
     # -- attributes that BrainEvent's operators attach to an op ----------------------------------------
 
     def def_call(self, fn: Callable) -> Callable:
-        """Set the function that :meth:`call` calls, and return it.
-
-        Args:
-          fn: a function that prepares and checks operands, and calls the op.
-        """
+        """Set the function that `call` calls, and return it.  It prepares and checks operands, and calls the op."""
         self._call_fn = fn
         return fn
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function that :meth:`def_call` has set.  Default: the op."""
+        """Call the function that `def_call` has set.  Default: the op."""
         return self._call_fn(*args, **kwargs)
 
     def def_tags(self, *tags: str) -> None:
-        """Set the tags of the op.
-
-        Args:
-          tags: str. Words that describe the op, such as `"sparse"`.
-        """
+        """Set the tags of the op: words that describe it, such as `"sparse"`."""
         self._tags = set(tags)
 
     def def_benchmark_data(self, fn: Callable) -> Callable:
@@ -7679,10 +7611,10 @@ class XLACustomKernel(_PickledByReference):
 
         Args:
           ins, outs, params: as for a call of the op.
-          backend: str or None. The backend to time. Default None: all backends of the platform.
+          backend: str or None.  The backend to time.  Default None: all backends of the platform.
 
         Returns:
-          A table, which prints as text. Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
+          A table, which prints as text.  Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
           including compilation), `median_us`, `difference` (the maximum difference from the results of the first
           backend that runs) and `error` (the error message of a backend that fails).
 
@@ -7699,7 +7631,9 @@ class XLACustomKernel(_PickledByReference):
             call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             try:
                 first_s, median_s = _time_call(call, args)
-                results = np.concatenate([np.ravel(x) for x in [*jax.tree.leaves(call(*args)), 0j]])
+                leaves = jax.tree.leaves(call(*args))
+                # The complex 0j converts all dtypes to one that can be subtracted.  It also serves ops without outputs.
+                results = np.concatenate([np.ravel(x) for x in [*leaves, 0j]])
                 reference = results if reference is None else reference
                 rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(results, reference)))
             except Exception as error:
@@ -7730,7 +7664,7 @@ class _BenchmarkRow(NamedTuple):
 
 
 class _OpBenchmark(NamedTuple):
-    """The result of :meth:`XLACustomKernel.benchmark`."""
+    """The result of `XLACustomKernel.benchmark`."""
 
     rows: list[_BenchmarkRow]
 
@@ -7743,16 +7677,16 @@ class _OpBenchmark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelEntry:
-    """A kernel that is registered with an :class:`XLACustomKernel`.  `def_kernel` creates it.
+    """A kernel that is registered with an `XLACustomKernel`.  `def_kernel` creates it.
 
     Two entries are equal only if they are the same object.
 
     Attributes:
-      backend: str. The backend for which the kernel is registered.
-      platform: str. `"cpu"`, `"gpu"`, `"tpu"`, or the name of a platform of a plugin.
-      kernel_generator: the registered generator. For a decorated kernel or a wrapper, a generator that returns it.
-      fallback: bool. Whether the kernel is the default only if the platform has no other kernels: Warp on CPUs, and
-        Numba CUDA in Numba's simulator. Default False.
+      backend: str.  The backend for which the kernel is registered.
+      platform: str.  `"cpu"`, `"gpu"`, `"tpu"`, or the name of a platform of a plugin.
+      kernel_generator: the registered generator.  For a decorated kernel or a wrapper, a generator that returns it.
+      fallback: bool.  Whether the kernel is the default only if the platform has no other kernels: Warp on CPUs, and
+        Numba CUDA in Numba's simulator.  Default False.
     """
 
     backend: str
@@ -7769,13 +7703,14 @@ def _outs_key(outs: Any) -> tuple:
 
     `jax.tree.flatten` is avoided for lists and tuples: it would take longer than the rest of an eager call.
     """
-    kind = type(outs)
-    if kind is list or kind is tuple:
-        return kind, tuple([_outs_key(x) for x in outs])
-    if kind is Spec or _is_spec(outs):
-        return outs.shape, outs.dtype
+    cls = type(outs)
+    if cls is list or cls is tuple:
+        return (cls, tuple([_outs_key(x) for x in outs]))
+    if cls is Spec or _is_spec(outs):
+        return (outs.shape, outs.dtype)
     leaves, tree = _flatten_specs(outs)
-    return tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves]
+    # A leaf that is not a spec is a mistake of the user.  `_new_op_params` rejects it.
+    return (tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves])
 
 
 def _params_key(value: Any) -> tuple:
@@ -7783,14 +7718,14 @@ def _params_key(value: Any) -> tuple:
 
     Python finds 1, 1.0 and True equal, and 0.0 and -0.0.
     """
-    kind = type(value)
-    if kind is dict:  # the parameters of a call
+    cls = type(value)
+    if cls is dict:  # the parameters of a call
         return tuple([(name, _params_key(x)) for name, x in sorted(value.items())])
     if isinstance(value, (tuple, frozenset)):
-        return kind, *map(_params_key, value)
-    if kind in (float, complex) or isinstance(value, np.inexact):
-        return kind, np.asarray(value).tobytes()  # NaN is not equal to itself, but its bytes are
-    return kind, value
+        return (cls, *map(_params_key, value))
+    if cls in (float, complex) or isinstance(value, np.inexact):
+        return (cls, np.asarray(value).tobytes())  # NaN is not equal to itself, but its bytes are
+    return (cls, value)
 
 
 # -- 11.3 Kernels: from a registered kernel to the results of one slice --------------------------------
@@ -7798,9 +7733,9 @@ def _params_key(value: Any) -> tuple:
 
 def _as_generator(what: str, kg: Any, options: dict) -> Callable:
     """Return a generator: the user's own, or one that returns the wrapper of a decorated kernel."""
-    kind = _decorated_backend(kg)
-    if kind in _BACKENDS:
-        wrap = _BACKENDS[kind].wrap
+    kernel_kind = _decorated_backend(kg)
+    if kernel_kind in _BACKENDS:
+        wrap = _BACKENDS[kernel_kind].wrap
         try:
             inspect.signature(wrap).bind(kg, (), **options)
         except TypeError as error:
@@ -7814,7 +7749,7 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
             f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
             "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
-    if kind == "wrapper":
+    if kernel_kind == "wrapper":
         return functools.partial(_generate_wrapper, kg, options)
     if not callable(kg):
         raise TypeError(
@@ -7824,7 +7759,7 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
 
 
 def _generate_wrapper(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
-    """Return the wrapper of a decorated kernel.  This is the generator of the kernel, which takes no parameters."""
+    """Serve as the generator of a decorated kernel or a wrapper.  Such kernels take no static parameters."""
     if params:
         shown = ", ".join(params)
         raise TypeError(
@@ -7836,12 +7771,16 @@ def _generate_wrapper(kernel: Any, options: dict, /, outs: tuple, **params: Any)
 
 def _wrap_if_decorated(function: Any, outs: tuple, options: dict) -> Any:
     """Return the wrapper of a decorated kernel, and anything else unchanged."""
-    kind = _decorated_backend(function)
-    return _BACKENDS[kind].wrap(function, outs, **options) if kind in _BACKENDS else function
+    kernel_kind = _decorated_backend(function)
+    return _BACKENDS[kernel_kind].wrap(function, outs, **options) if kernel_kind in _BACKENDS else function
 
 
-def _drop_unaccepted_kwargs(fun: Callable, what: str) -> Callable:
-    """Return `fun`, but called without `outs` and `backend` if its signature does not accept them."""
+def _wrap_user_function(fun: Callable, what: str) -> Callable:
+    """Return a function that calls a user's rule or generator.
+
+    It drops the arguments `outs` and `backend` if `fun` does not accept them.  If other arguments do not fit the
+    signature, it raises an error that says so.
+    """
     if not callable(fun):
         raise TypeError(f"{what} must be a function. Got {fun!r}. Pass a function.")
     signature = inspect.signature(fun)
@@ -7868,7 +7807,9 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
         function = _generated_function(op_params, entry, ins)
         results = _call_generated_function(what, function, entry, ins)
     except Exception as error:
-        error.add_note(f"Raised by {what}. Pass backend= to choose another one of {op_params.op!r}.")
+        others = [name for name in op_params.op.available_backends(entry.platform) if name != entry.backend]
+        advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
+        error.add_note(f"Raised by {what}.{advice}")
         raise
     return _check_outputs(what, results, op_params.outs, op_params.tree)
 
@@ -7877,30 +7818,29 @@ def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     """Return the function that a generator returns for a call.  The generator is called once for equal calls."""
     varying_axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # part of the type of arrays that the generator creates
-    key = entry, op_params.outs, varying_axes, mesh, op_params.params_key, jax.config.jax_enable_x64
+    key = (entry, op_params.outs, varying_axes, mesh, op_params.params_key, jax.config.jax_enable_x64)
     generated = op_params.op._generated
     if key in generated:
         return generated[key]
     outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_params.outs])
-    # The function also serves later traces.  So the generator must compute arrays, not tracers, without manual axes.
+    # The function is cached, and later traces call it, too.  So arrays that the generator creates must not be tracers,
+    # and must not vary over manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
-    generator = _drop_unaccepted_kwargs(
-        entry.kernel_generator,
-        f"A plain function is a generator, which is called with the static parameters. {_advice(entry.backend)} "
-        f"{op_params.op.title}: the generator of backend {entry.backend!r}",
-    )
+    what = f"{op_params.op.title}: the generator of backend {entry.backend!r}"
+    rule = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
+    generator = _wrap_user_function(entry.kernel_generator, f"{rule} {what}")
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         function = _wrap_if_decorated(generator(**op_params.params, outs=outs), op_params.outs, {})
-    _check_generated_function(function, entry.backend)
+    _check_generated_function(function, entry)
     return generated.keep(key, function)
 
 
-def _check_generated_function(function: Any, backend: str) -> None:
-    """Raise if a generator has returned something other than a function without side effects."""
+def _check_generated_function(function: Any, entry: KernelEntry) -> None:
+    """Raise if a generator has returned something that cannot be called, or a kernel with side effects."""
     if not callable(function):
         raise TypeError(
             f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
-            f"{_advice(backend)}"
+            f"{_kernel_advice(entry)}"
         )
     if getattr(getattr(function, "options", None), "has_side_effect", False):
         raise TypeError(
@@ -7914,39 +7854,43 @@ def _call_generated_function(what: str, function: Callable, entry: KernelEntry, 
     try:
         return function(*ins)
     except TypeError:
-        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:  # maybe a decorator is missing
+        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:
+            # Maybe the user forgot the decorator of a kernel, which also has parameters for the outputs.
             signature = inspect.signature(function, follow_wrapped=False)
-            _check_call_signature(signature, f"{_advice(entry.backend)} {what}", ins)
+            _check_call_signature(signature, f"{_kernel_advice(entry)} {what}", ins)
         raise
 
 
-def _advice(backend: str) -> str:
-    """Return what to do if a function is not the generator for which it is taken."""
-    if backend in _BACKENDS:
-        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
+def _kernel_advice(entry: KernelEntry) -> str:
+    """Return the advice for a kernel that was registered where a generator is expected."""
+    if entry.backend in _BACKENDS:
+        return f"Decorate a kernel with {_BACKENDS[entry.backend].decorator}."
     return "To register a function f of arrays, pass lambda: f."
 
 
 def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     """Return the results of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
-    Any container is accepted, but dicts only if `outs` has the same dicts, because their order is not certain.
+    Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
+    hold the results in another order.
     """
     leaves, structure = jax.tree.flatten(returned)
-    if structure != tree and (_contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)):
+    has_unordered_dict = _contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)
+    if has_unordered_dict and structure != tree:
         raise ValueError(
             f"{what} returned {structure}, but outs declares {tree}. If one of them is a dict, they must be equal. "
             "Return what outs declares, or use a tuple or a NamedTuple."
         )
-    return _check_results(what, leaves, "outs declares", outs)
+    return _check_results(what, leaves, "outs declares", outs, ", or correct outs")
 
 
-def _check_results(what: str, returned: Sequence, declares: str, expected: Sequence) -> list:
+def _check_results(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
-    None matches everything, as a result (a zero in a rule) and as an expectation.
+    None matches everything: as a result it is a zero of a rule, and as an expected spec it allows any result.  The
+    error says that `what` returned the results, then `expected_phrase` with the expected specs, then `advice`.
     """
-    # Only other values are converted, because `asarray` truncates 64 bits.
+    # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_format_spec, arrays))
     wanted = list(map(_format_spec, expected))
@@ -7954,13 +7898,14 @@ def _check_results(what: str, returned: Sequence, declares: str, expected: Seque
     if len(shown) == len(wanted) and all(matches):
         return arrays
     raise ValueError(
-        f"{what} returned ({', '.join(shown)}), but {declares} ({', '.join(wanted)}). Return as many arrays, of "
-        "these shapes and dtypes, or correct outs. In a rule, None stands for zero."
+        f"{what} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return as many arrays, of "
+        f"these shapes and dtypes{advice}."
     )
 
 
 # -- 11.4 The primitive and the rules that JAX's interpreters call -------------------------------------
-# Each rule uses the op's registrations at the time when JAX calls it.  JAX caches its result.
+# Each rule uses the kernels and rules that are registered when JAX calls it.  JAX caches its result, so a later
+# registration may have to clear JAX's caches (`_was_traced`, `_lowered`).
 
 
 class _OpPrimitive(Primitive):
@@ -7979,7 +7924,8 @@ class _OpPrimitive(Primitive):
         ad.primitive_jvps[self] = self.as_jax_rule(_op_jvp)
         ad.primitive_transposes[self] = self.as_jax_rule(_op_transpose)
         batching.primitive_batchers[self] = self.as_jax_rule(_op_batching)
-        # If one rule served several platforms, JAX would lower the call only once for all of them.
+        # `as_jax_rule` returns a new function for each platform.  If the platforms shared one, JAX would lower a call
+        # once for all of them.
         for platform in (None, "cpu", "gpu", "tpu"):
             mlir.register_lowering(self, self.as_jax_rule(_op_lowering), platform=platform)
 
@@ -7987,20 +7933,22 @@ class _OpPrimitive(Primitive):
         """Return a rule in JAX's calling convention from `rule(op_params, *args)`."""
 
         def jax_rule(*args: Any, **params: Any) -> Any:
-            self.op._is_traced = True
-            return rule(self.op_params(**params), *args)
+            self.op._was_traced = True
+            return rule(self.make_op_params(**params), *args)
 
         return jax_rule
 
-    def op_params(self, /, outs: Any = (), backend: Any = None, _op_params: Any = None, **params: Any) -> _OpParams:
-        """Return the `_OpParams` of a call, which may be bound by hand.  BrainEvent calls rules without outs."""
+    def make_op_params(
+        self, /, outs: Any = (), backend: str | None = None, _op_params: _OpParams | None = None, **params: Any
+    ) -> _OpParams:
+        """Return the `_OpParams` of a bound primitive.  If the primitive was bound by hand, create it."""
         if _op_params:
             return _op_params
         specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
         return _OpParams(self.op, tuple(specs), backend, params, _params_key(params), tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
-        return super().bind(*_make_varying(args), _op_params=self.op_params(**params))
+        return super().bind(*_make_varying(args), _op_params=self.make_op_params(**params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -8014,13 +7962,13 @@ class _OpParams:
     params_key: tuple = dataclasses.field(repr=False)  # compared instead of params, because 1 == 1.0
     tree: Any  # the structure of outs
     vmaps: tuple[tuple[int | None, ...], ...] = ()  # the `in_axes` of each recorded vmap, the outermost first
-    batch: tuple[int, ...] = ()  # the size of each recorded vmap
+    batch_shape: tuple[int, ...] = ()  # the size of each recorded vmap
     batching_rule: Callable | None = None  # the user's rule for the innermost recorded vmap
 
     @property
     def batched_outs(self) -> list[Spec]:
         """The specs of the results, including the batch."""
-        return [Spec((*self.batch, *out.shape), out.dtype) for out in self.outs]
+        return [Spec((*self.batch_shape, *out.shape), out.dtype) for out in self.outs]
 
     @property
     def rule_params(self) -> dict[str, Any]:
@@ -8034,14 +7982,14 @@ class _OpParams:
 
     def trace(self, *ins: Any) -> Any:
         """Bind the primitive, and return the results in the structure of outs."""
-        self.op._is_traced = True  # set here because a VJP rule need not bind the primitive
+        self.op._was_traced = True  # set here because a VJP rule need not bind the primitive
         op_params = self.with_allowed_dtypes(ins)
         rule = self.op._rules.get("vjp")
         results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
         return self.tree.unflatten(results)
 
     def with_allowed_dtypes(self, ins: Sequence) -> _OpParams:
-        """Return the parameters with outs truncated as jax_enable_x64 demands, which can change between two calls."""
+        """Return the parameters with the dtypes of outs truncated as in this call, which depends on jax_enable_x64."""
         outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, outs=tuple(outs))
 
@@ -8051,8 +7999,8 @@ class _OpParams:
         The lowering, which comes later, reports the errors of other kernels.
         """
         entry = self.op._candidates(_default_platform()).get(self.backend)
-        if entry is None or jax.default_backend() != "cpu":  # a program for a GPU may also run on the CPU
-            return
+        if entry is None or jax.default_backend() != "cpu":
+            return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
         key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
         if key not in self.op._checked_calls:
             op_params = self.with_allowed_dtypes(ins)
@@ -8065,11 +8013,11 @@ class _OpParams:
         return self.op.primitive.bind(*ins, _op_params=self)
 
     def bind_batch(self, args: Sequence, axes: Sequence[int | None]) -> list:
-        """Record one more vmap, which becomes the outermost.  Its axis is the first one of each result."""
-        in_axes, batch = _move_axes_to_front(args, axes)
-        size = batch[in_axes.index(0)].shape[0]
-        batched = dataclasses.replace(self, batch=(size, *self.batch), vmaps=(in_axes, *self.vmaps))
-        return batched.bind(*batch)
+        """Bind with one more recorded vmap, the outermost.  In the results, its batch axis is the first axis."""
+        in_axes, ins = _move_axes_to_front(args, axes)
+        size = ins[in_axes.index(0)].shape[0]
+        batched = dataclasses.replace(self, batch_shape=(size, *self.batch_shape), vmaps=(in_axes, *self.vmaps))
+        return batched.bind(*ins)
 
     @property
     def is_empty(self) -> bool:
@@ -8077,10 +8025,11 @@ class _OpParams:
         return bool(self.outs) and all(0 in out.shape for out in self.batched_outs)
 
     def run(self, entry: KernelEntry, *ins: Any) -> list:
-        """Return the results of a kernel, in a trace."""
+        """Return the results of a kernel.  This is traced when the op is lowered."""
         if self.is_empty:
             return list(map(_zeros, self.batched_outs))
-        closed = self.trace_kernel(entry, ins)  # in a trace of its own, so that an error leaves nothing in this one
+        # The kernel has a trace of its own, so that an error in the middle adds nothing to the current trace.
+        closed = self.trace_kernel(entry, ins)
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
 
     def trace_kernel(self, entry: KernelEntry, ins: Sequence) -> Any:
@@ -8094,11 +8043,11 @@ class _OpParams:
             run_slice = functools.partial(_run_batching_rule, self, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
-            closed = jax.make_jaxpr(functools.reduce(jax.vmap, reversed(vmaps), run_slice))(*ins)
+            closed = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps))(*ins)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # jax 0.9 to 0.12
                 raise
-            closed = jax.make_jaxpr(functools.reduce(_map_slices, reversed(vmaps), run_slice))(*ins)
+            closed = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps, _map_slices))(*ins)
         _check_closed(self.op.title, closed)
         return closed
 
@@ -8113,8 +8062,10 @@ def _check_closed(title: str, closed: Any) -> None:
             )
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     for effect in closed.effects:
-        # When an op is lowered, JAX has no tokens for ordered effects.  The effect of a collective names its axis.
-        if "Ordered" in type(effect).__name__ or getattr(effect, "name", None) not in (None, *manual_axes):
+        is_ordered = "Ordered" in type(effect).__name__  # when an op is lowered, JAX has no tokens for such effects
+        axis = getattr(effect, "name", None)  # the effect of a collective has the name of its axis
+        uses_vmap_axis = axis is not None and axis not in manual_axes
+        if is_ordered or uses_vmap_axis:
             raise NotImplementedError(
                 f"{title}: a kernel must not have ordered effects, nor use axes of a vmap. It has {effect}. "
                 "Call the function itself instead of the op."
@@ -8123,6 +8074,7 @@ def _check_closed(title: str, closed: Any) -> None:
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
     """Return the abstract values of the results.  Their batch dimensions are sharded like those of the operands."""
+    # Each iterator advances by one dimension per vmap in which its operand is batched.
     remaining_specs = [iter(aval.sharding.spec) for aval in avals]
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in op_params.vmaps:
@@ -8147,17 +8099,18 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 #
 #     jax.vmap(lambda x, w: op(x, w, outs=x), (0, None))(x, w)
 #
-#     before vmap     bind(x, w)  on slices of x     vmaps = ()              batch = ()
-#     after vmap      bind(x, w)  on all of x        vmaps = ((0, None),)    batch = (8,)
+#     before vmap     bind(x, w)  on slices of x     vmaps = ()              batch_shape = ()
+#     after vmap      bind(x, w)  on all of x        vmaps = ((0, None),)    batch_shape = (8,)
 #     at lowering     jax.vmap(run_slice, (0, None))(x, w)
 #
-# If JAX asks for a derivative between the last two steps, the user's rule is vmapped in the same way (11.6).
+# If JAX differentiates the op between the last two steps, the user's rule is vmapped in the same way (11.6).
 #
 # If the op has its own batching rule and no other rules, the rule runs at once, like any batching rule of JAX.  JAX can
 # differentiate it, and it can use traced values.  If the op has a JVP or transpose rule, its batching rule runs at
 # lowering.  Otherwise JAX would differentiate the operations of the batching rule, which may have other derivatives
-# than the op (surrogate gradients) or none.  In this case the rule serves the innermost of the recorded vmaps.  It does
-# not serve vmaps that it records itself with `general_batching_rule`, because then lowering would never end.
+# than the op (surrogate gradients) or none.  In this case the rule serves the innermost of the recorded vmaps.  A vmap
+# that the rule itself records, by calling `general_batching_rule`, does not use the rule again.  Otherwise lowering
+# would never end.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -8165,14 +8118,14 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
 
         general_batching_rule(prim, args, axes, **params) -> (outputs, output_axes)
 
-    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel. For any other
+    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel.  For any other
     primitive or function, `jax.lax.map` runs the batch elements one after another.
 
     Args:
-      prim: an :class:`XLACustomKernel`, its `primitive`, another primitive, or a function of arrays.
+      prim: an `XLACustomKernel`, its `primitive`, another primitive, or a function of arrays.
       args: a sequence of operands.
-      axes: the batch axis of each operand, or None for an unbatched operand. At least one is not None.
-      params: the parameters of the primitive. An op needs `outs`, as specs of one batch element.
+      axes: the batch axis of each operand, or None for an unbatched operand.  At least one is not None.
+      params: the parameters of the primitive.  An op needs `outs`, as specs of one batch element.
 
     Returns:
       The outputs, and the batch axis of each output, which is 0, in the same structure.
@@ -8192,12 +8145,12 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
                 f"general_batching_rule needs outs of {primitive.op.title}, as specs of one batch element. Got "
                 f"{params.get('outs')!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
             )
-        op_params = primitive.op_params(**params)
+        op_params = primitive.make_op_params(**params)
         outputs = op_params.tree.unflatten(op_params.bind_batch(args, axes))
     else:
         function = functools.partial(getattr(prim, "bind", prim), **params)
-        in_axes, batch = _move_axes_to_front(args, axes)
-        outputs = _map_slices(function, in_axes)(*batch)
+        in_axes, ins = _move_axes_to_front(args, axes)
+        outputs = _map_slices(function, in_axes)(*ins)
     return outputs, jax.tree.map(lambda _: 0, outputs)
 
 
@@ -8207,18 +8160,18 @@ def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = rules.get("batching")
     if rule is None or op_params.vmaps:  # the rule serves only the innermost vmap
         results = op_params.bind_batch(args, axes)
-    elif "jvp" in rules or "transpose" in rules:
+    elif rules.get("jvp") is not None or rules.get("transpose") is not None:
         results = dataclasses.replace(op_params, batching_rule=rule).bind_batch(args, axes)
     else:
-        in_axes, batch = _move_axes_to_front(args, axes)
-        results = _run_batching_rule(dataclasses.replace(op_params, batching_rule=rule), in_axes, *batch)
+        in_axes, ins = _move_axes_to_front(args, axes)
+        results = _run_batching_rule(dataclasses.replace(op_params, batching_rule=rule), in_axes, *ins)
     return results, [0] * len(results)
 
 
-def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
+def _run_batching_rule(op_params: Any, in_axes: tuple, *ins: Any) -> list:
     """Return the results of the user's batching rule, with the batch axis in front."""
     what = f"The batching rule of {op_params.op.name!r}"
-    results, axes = op_params.batching_rule(batch, in_axes, **op_params.rule_params)
+    results, axes = op_params.batching_rule(ins, in_axes, **op_params.rule_params)
     if not isinstance(results, (list, tuple)):
         results, axes = [results], [axes]
     if len(results) != len(axes):
@@ -8226,7 +8179,7 @@ def _run_batching_rule(op_params: Any, in_axes: tuple, *batch: Any) -> list:
             f"{what} must return an axis for each output. It returned {len(results)} outputs and {len(axes)} axes. "
             "Return (outputs, [0] * len(outputs)) if the batch axes are in front."
         )
-    size = batch[in_axes.index(0)].shape[0]
+    size = ins[in_axes.index(0)].shape[0]
     in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
     expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
     return _check_results(what, in_front, "outs declares, with the batch axis in front,", expected)
@@ -8236,6 +8189,13 @@ def _move_axes_to_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tup
     """Return the `in_axes` of a vmap, 0 or None for each operand, and the operands with the batch axis in front."""
     in_axes = tuple([None if axis is None else 0 for axis in axes])
     return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+
+
+def _apply_vmaps(function: Callable, vmaps: Sequence, vmap: Callable = jax.vmap) -> Callable:
+    """Return a function under vmaps, which are given by their `in_axes`, the outermost first."""
+    for in_axes in reversed(vmaps):  # the innermost is applied first
+        function = vmap(function, in_axes)
+    return function
 
 
 def _map_slices(function: Callable, in_axes: tuple) -> Callable:
@@ -8255,10 +8215,10 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 # The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
 # are applied to the rule.  For x: float32[8,3] and w: float32[3] with vmaps = ((0, None),), as in 11.5:
 #
-#                  seen by the JVP rule           seen by the transpose rule     the rule's vmap has
-#     x            x [3], tangent [3]             x [3]                          axis 0
-#     w            w [3], tangent [3]             w [3]                          axis None
-#     out          returns out [3], tangent [3]   cotangent [3]                  axis 0
+#                  seen by the JVP rule           seen by the transpose rule     axis in the rule's vmap
+#     x            x [3], tangent [3]             x [3]                          0
+#     w            w [3], tangent [3]             w [3]                          None
+#     out          returns out [3], tangent [3]   cotangent [3]                  0
 #
 # A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
 # them up.  JAX also passes `ad.Zero` and `ad.UndefinedPrimal`.  They are pytrees without leaves, so `jax.vmap` does not
@@ -8271,11 +8231,11 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
         rule(tangent, *primals, **params) -> output tangents
 
     Args:
-      primitive: an :class:`XLACustomKernel`, its `primitive`, or another JAX primitive.
-      jvp_rules: a function or None for each operand. It returns the contribution of the operand's tangent to the
-        tangents of the outputs: a list or tuple, or one array if there is one output, with None for zero. It is called
-        only if the operand is differentiated. None: the operand contributes nothing. `params` is described in
-        :meth:`XLACustomKernel.def_jvp_rule`.
+      primitive: an `XLACustomKernel`, its `primitive`, or another JAX primitive.
+      jvp_rules: a function or None for each operand.  The function returns the contribution of the operand's tangent to
+        the tangents of the outputs.  For one output, this is an array; otherwise it is a list or tuple.  None means
+        zero.  The function is called only if the operand is differentiated.  An operand with None contributes nothing.
+        `params` is described in `XLACustomKernel.def_jvp_rule`.
 
     Raises:
       TypeError: if `primitive` is neither an op nor a primitive.
@@ -8309,7 +8269,7 @@ def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any,
 def _add_jvp_terms(
     name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
 ) -> list:
-    """Return the tangents of the outputs: the sums of what the rules of `defjvp` return for the operands."""
+    """Return the tangents of the outputs: the sums of the terms that the rules of `defjvp` return for the operands."""
     if len(rules) != len(primals):
         raise ValueError(
             f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
@@ -8332,19 +8292,19 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
     """Apply the op's JVP rule under the recorded vmaps."""
     rule = _require_rule(op_params.op, "jvp")
     what = f"The JVP rule of {op_params.op.name!r}"
-    one_slice = dataclasses.replace(op_params, vmaps=(), batch=(), batching_rule=None)
+    slice_params = dataclasses.replace(op_params, vmaps=(), batch_shape=(), batching_rule=None)
 
     def jvp_of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # from `def_jvp_rule2`
-            outputs = one_slice.bind(*primals)
+            outputs = slice_params.bind(*primals)
             tangents_out = _add_jvp_terms(op_params.op.name, rule, primals, tangents, outputs, op_params.rule_params)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
             outputs = _check_results(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
         return outputs, _check_rule_results(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
-    vmaps = [(in_axes, in_axes) for in_axes in op_params.vmaps]  # a tangent is batched like its primal
-    outputs, tangents_out = _vmap_rule(jvp_of_slice, vmaps, primals, tangents)
+    grouped_in_axes = [(in_axes, in_axes) for in_axes in op_params.vmaps]  # a tangent is batched like its primal
+    outputs, tangents_out = _vmap_rule(jvp_of_slice, grouped_in_axes, primals, tangents)
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
 
@@ -8360,8 +8320,8 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
         returned = rule(list(cts), *operands, **op_params.rule_params)
         return _check_rule_results(what, returned, "the operands are", avals)
 
-    vmaps = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]  # each output is batched by every vmap
-    cts_out = _vmap_rule(transpose_of_slice, vmaps, cts, operands)
+    grouped_in_axes = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]  # every vmap batches each output
+    cts_out = _vmap_rule(transpose_of_slice, grouped_in_axes, cts, operands)
     for i, ct in enumerate(cts_out):
         if ct is not None:
             unbatched = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
@@ -8369,18 +8329,18 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     return cts_out
 
 
-def _vmap_rule(rule: Callable, vmaps: Sequence[tuple], *groups: Sequence) -> Any:
+def _vmap_rule(rule: Callable, grouped_in_axes: Sequence[tuple], *groups: Sequence) -> Any:
     """Call a rule for one slice under vmaps.
 
     Args:
       rule: a function with a parameter for each group.
-      vmaps: for each vmap, the outermost first, the `in_axes` of each group.
+      grouped_in_axes: for each vmap, the outermost first, a tuple with the `in_axes` of each group.
       groups: sequences of values, such as the primals and the tangents.
     """
     slices = list(map(tuple, groups))
-    for in_axes in vmaps:
-        slices = [tuple(map(_symbolic_slice, values, axes)) for values, axes in zip(slices, in_axes)]
-    return functools.reduce(jax.vmap, reversed(vmaps), rule)(*slices)
+    for in_axes_of_groups in grouped_in_axes:
+        slices = [tuple(map(_symbolic_slice, xs, in_axes)) for xs, in_axes in zip(slices, in_axes_of_groups)]
+    return _apply_vmaps(rule, grouped_in_axes)(*slices)
 
 
 def _symbolic_slice(x: Any, axis: int | None) -> Any:
@@ -8400,8 +8360,8 @@ def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Call
         returned = fwd(*ins, **params)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
-                f"{what}: fwd must return a pair. Got {returned!r:.80}. Write return results, residuals (None if bwd "
-                "needs no residuals)."
+                f"{what}: fwd must return a pair. Got {returned!r:.80}. Write `return results, residuals`, with None "
+                "if bwd needs no residuals."
             )
         return _check_outputs(what, returned[0], op_params.outs, op_params.tree), returned[1]
 
@@ -8412,26 +8372,26 @@ def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Call
     return _with_vjp(op_params.bind, forward, backward)(*ins)
 
 
-def _check_rule_results(what: str, returned: Any, declares: str, avals: Sequence) -> list:
-    """Return the tangents or cotangents of a rule as arrays of these types, and None for zeros.
+def _check_rule_results(what: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
+    """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
 
-    A rule may return a zero as None, `ad.Zero` or an undefined primal. A result is also None if its `aval` is None, or
-    if its dtype has no derivative.
+    A rule may return a zero as None, `ad.Zero` or an undefined primal.  A result is dropped, which leaves None, if its
+    aval is None or has a dtype without derivative.
     """
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _check_results(what, terms, declares, expected)
+    arrays = _check_results(what, terms, expected_phrase, expected, ", or None for zero")
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
 
 
-def _require_rule(op: XLACustomKernel, kind: str) -> Any:
+def _require_rule(op: XLACustomKernel, rule_kind: str) -> Any:
     """Return the op's JVP or transpose rule, or raise if there is none."""
-    rule = op._rules.get(kind)
+    rule = op._rules.get(rule_kind)
     if rule is not None:
         return rule
-    if kind == "jvp":
+    if rule_kind == "jvp":
         raise NotImplementedError(
             f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
             "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
@@ -8488,6 +8448,7 @@ def _make_warp_check() -> Callable:
         i = wp.tid()
         out[i] = 2.0 * x[i] + y[i]
 
+    # `wp` is a local variable, so annotations in the source would not find it.
     kernel.__annotations__ = dict.fromkeys(("x", "y", "out"), wp.array(dtype=wp.float32))
     return warp_kernel(wp.kernel(kernel), outs=lambda x, y: x)
 
@@ -8510,8 +8471,11 @@ _BACKENDS = {
     "numba_cuda": _Backend(
         platforms={"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
         kernel_classes=(
-            *("numba.CUDADispatcher", "numba.FakeCUDAKernel"),
-            *("numba_cuda.CUDADispatcher", "numba_cuda.FakeCUDAKernel", "numba_cuda_mlir.MLIRDispatcher"),
+            "numba.CUDADispatcher",
+            "numba.FakeCUDAKernel",
+            "numba_cuda.CUDADispatcher",
+            "numba_cuda.FakeCUDAKernel",
+            "numba_cuda_mlir.MLIRDispatcher",
         ),
         decorator="@cuda.jit",
         wrap=numba_cuda_kernel,
