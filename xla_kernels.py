@@ -1194,7 +1194,7 @@ def _check_call_signature(
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "" if args else ", or pass the missing ones to op(...) by name"  # only a generator of an op gets no args
+        fix = "" if args else ", or pass the missing ones to op(...) by name"  # a generator gets only keywords
         raise TypeError(
             f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}."
         ) from None
@@ -1210,7 +1210,7 @@ def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
 
 
 def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
-    """Return the specs of converted inputs.  Raise an error for a dtype without a memory layout, such as a key's."""
+    """Return the specs of converted inputs.  Raise an error if a dtype has no memory layout (random keys)."""
     avals = list(map(jax.typeof, args))
     for i, aval in enumerate(avals):
         _check_has_layout(aval.dtype, _input_name(i, title, parameters))
@@ -1310,7 +1310,7 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # This section relies on undocumented behavior of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two incorrect passes of XLA (`_protect_results`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
-# - which fusions work in place (`_lower_custom_call`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# - fusions in place (`_protect_aliased_operands`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
 # - Numba's pickles of functions (`_Wrapper`; test_kernels_without_a_variable_are_sent_to_other_processes_by_value)
 
 # -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
@@ -1395,7 +1395,7 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
             f"{call.target.title} has side effects, and the program is compiled for {n_devices} devices. Call it in a "
             "jax.shard_map over all axes of the mesh."
         )
-    # No kernel runs.  In a command buffer, XLA rejects a custom call that launches nothing (jax < 0.10).
+    # If no kernel runs, write no custom call.  In a command buffer, XLA rejects one that launches nothing (jax < 0.10).
     if call.target.is_noop or 0 in call.batch:
         return _lower_initial_values(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
@@ -1447,9 +1447,9 @@ def _lower_custom_call(
 def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: Sequence) -> Any:
     """Keep XLA from fusing the producer of an aliased operand (CPU).
 
-    A fusion would write all of `v` to a new buffer instead of one element in place: `kernel(v.at[i].set(2.0), i)` in a
-    loop over 20 MB takes 1,400 instead of 1 us per step (jax 0.12).  On GPUs the barrier has no benefit, and `w[i]`,
-    which XLA otherwise passes to a custom call without a copy, would be copied.
+    In a loop over a `v` of 20 MB, `kernel(v.at[i].set(2.0), i)` would take 1,400 instead of 1 us per step (jax 0.12),
+    because a fusion cannot update `v` in place, and copies it.  On GPUs the barrier has no benefit, and would add a
+    copy of an operand such as `w[i]`, which XLA otherwise passes as a part of `w`.
     """
     if not call.aliases:
         return operands
@@ -1497,7 +1497,7 @@ _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
 batching.primitive_batchers[_call_p] = _call_batching
-mlir.register_lowering(_call_p, _call_lowering)  # for any other platform, on which it raises an error
+mlir.register_lowering(_call_p, _call_lowering)  # for other platforms, on which a call raises an error
 for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a custom call for each
     mlir.register_lowering(_call_p, _call_lowering, platform=_platform)
 
@@ -1695,16 +1695,12 @@ class _Options:
         self.in_out_argnames = _as_names(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
             self.scalars = _as_names(self.scalars)
-            self._check_scalars()
-
-    def _check_scalars(self) -> None:
-        """Raise an error if an in-out argument is listed as a scalar."""
-        for name in self.scalars:
-            if name in self.in_out_argnames:
-                raise ValueError(
-                    f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove it "
-                    f"from scalars, and write {name}[()] in the kernel."
-                )
+            for name in self.scalars:
+                if name in self.in_out_argnames:
+                    raise ValueError(
+                        f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove "
+                        f"it from scalars, and write {name}[()] in the kernel."
+                    )
 
     @property
     def in_order(self) -> bool:
@@ -1820,6 +1816,7 @@ class _Wrapper(_PickledByReference):
         self.kernel = kernel
         self.options: Any = options  # subclasses of `_Options` have options of their own
         self.parameters = _parameter_names(kernel) if parameters is None else parameters
+        self.all_parameters: Sequence[str] = self.parameters  # Warp: also the parameters with arguments by value
         self._copy_metadata(kernel)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
@@ -1856,10 +1853,7 @@ class _Wrapper(_PickledByReference):
         return f"<{self.decorator} {self.__name__}>"
 
     def _reduce_without_module(self) -> tuple:
-        """Return the reduced value of a wrapper that no imported module holds: its kernel's code, and its options.
-
-        Hook: Warp kernels cannot be pickled by value.
-        """
+        """Return the reduced value of a wrapper that is pickled by value.  (hook: Warp kernels cannot be)"""
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
         return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
 
@@ -1946,21 +1940,17 @@ class _Wrapper(_PickledByReference):
 
     # -- options that depend on the inputs -------------------------------------------------------------
 
-    @property
-    def _all_parameters(self) -> Sequence[str]:
-        """Return the names of all parameters of the kernel.  (hook: Warp also has parameters that are not arrays)"""
-        return self.parameters
-
     def _argument_names(self, ins: Sequence[Spec]) -> Sequence[str]:
-        """Return the names of the arguments of a call with these input arrays.  (hook)"""
-        return self._all_parameters[: len(ins)]
+        """Return the names of the arguments of a call with these input arrays, including Warp's arguments by value."""
+        n_values = len(self.all_parameters) - len(self.parameters)
+        return self.all_parameters[: len(ins) + n_values]
 
     def _option_value(self, name: str, ins: Sequence) -> Any:
         """Return the value of an option that may be a function of the inputs.  (hook)"""
         option = getattr(self.options, name)
         if not callable(option):
             return option
-        return _call_with_specs(option, self.title, name, ins, self._all_parameters)
+        return _call_with_specs(option, self.title, name, ins, self.all_parameters)
 
     def _declared_specs(self, name: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
         """Return the specs that `outs` or `scratch` declares for these inputs, and their structure."""
@@ -2026,7 +2016,8 @@ class _Wrapper(_PickledByReference):
         if not extra or len(self.parameters) != n_in + len(call.outs):
             return
         parameters = inspect.signature(_py_func(self.kernel)).parameters
-        if all(parameters[name].default is inspect.Parameter.empty for name in extra):  # others need no argument
+        # A parameter with a default need not be an output.
+        if all(parameters[name].default is inspect.Parameter.empty for name in extra):
             in_outs = ", ".join(map(repr, self.in_outs))
             dropped = ", ".join(map(repr, extra))
             raise TypeError(
@@ -2072,7 +2063,7 @@ def _never_stored_error(title: str, name: str, store: str, returns: str = "", is
     alternative = f", or remove the parameter {name!r} and {returns}" if returns else ""
     return TypeError(
         f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
-        f"Write `{store}`{alternative}. If this is intended, pass zero_outputs=True: the {kind} then "
+        f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} then "
         f"{'keeps its old values' if is_in_out else 'is zeros'}."
     )
 
@@ -5192,6 +5183,7 @@ class _WarpKernelWithValues(_Wrapper):
     def __init__(self, kernel: Any, options: Any, params: Mapping[str, _WarpParam], values: Mapping[str, Any]) -> None:
         super().__init__(kernel, options, tuple(name for name in params if name not in values))
         self.params = params
+        self.all_parameters = tuple(params)
         self.values = copy.deepcopy(values)  # for later traces, because the caller may change a struct
 
     # -- options that refer to arguments ---------------------------------------------------------------
@@ -5200,14 +5192,6 @@ class _WarpKernelWithValues(_Wrapper):
         """Return the number of an aliased input.  A key that is a number counts all arguments, including values."""
         name = dict(enumerate(self.params)).get(key, key)
         return super()._input_index(name, n_in)
-
-    @property
-    def _all_parameters(self) -> Sequence[str]:
-        return list(self.params)
-
-    def _argument_names(self, ins: Sequence[Spec]) -> Sequence[str]:
-        """Return the names of all arguments of a call with these arrays, including values."""
-        return self._all_parameters[: len(ins) + len(self.values)]
 
     def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
         """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
