@@ -1327,7 +1327,7 @@ ERRORS = {
         (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(identity)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(identity, 3)),
         (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
-        (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x).*instead of target=\"parallel\"",
+        (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x). Drop target='parallel'",
          wrap, np.sin),
         (TypeError, "got builtin_function_or_method .*. Call it in a function: lambda x: math.sin(x)", wrap, abs),
         (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", wrap, jnp.sin),
@@ -1779,6 +1779,13 @@ def test_copies_and_pickles_of_what_has_a_variable_are_the_object(kept):
 def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
     with pytest.raises(pickle.PicklingError, match=r"'(local|multiply)'.*in a variable of a module"):
         pickle.dumps(make())
+
+
+def test_kernels_of_a_module_named_like_builtins_are_pickled_by_reference(monkeypatch):
+    module = types.ModuleType("my_builtins")
+    module.kernel = wrap(kernel_from_body("out[:] = x"))
+    monkeypatch.setitem(sys.modules, "my_builtins", module)
+    assert pickle.loads(pickle.dumps(module.kernel)) is module.kernel
 
 
 def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):

@@ -970,7 +970,7 @@ class _Target:
     # Parts of error messages:
     title: str = ""  # the wrapper, such as "numba_kernel 'add'"
     runs_on: str = ""  # the platforms, such as "runs on CPUs"
-    derivative: str = ""  # how to get a derivative
+    derivative_advice: str = ""  # how to get a derivative
 
     def __repr__(self) -> str:
         return f"{self.name}{self.launch}"
@@ -1062,7 +1062,7 @@ def _flatten_specs(tree: Any) -> tuple[list, Any]:
 def _contains_dict(structure: Any) -> bool:
     """Return whether a pytree structure contains a mapping."""
     node = structure.node_data()  # (type, ...); None for a leaf
-    return node and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
+    return node is not None and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
 
 
 def _check_has_layout(dtype: Any, subject: str) -> None:
@@ -1077,7 +1077,7 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     Args:
       specs: the user's pytree of objects with `.shape` and `.dtype`.
       subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
-      ins: the specs of the inputs.  With them, dtypes are truncated as JAX truncates them in this call.
+      ins: the specs of the inputs.  If given, dtypes are also truncated to 32 bits, as JAX does if x64 is disabled.
     """
     if specs is None:
         raise TypeError(
@@ -1109,6 +1109,7 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
     dtype = np.dtype(declared.dtype)
     if ins is None:
         return Spec(shape, dtype)
+    # An input may have 64 bits even if x64 is disabled, and then an output may, too.
     is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW" or any(x.dtype == dtype for x in ins)
     allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # truncates only if x64 is disabled
     if allowed != dtype:
@@ -1177,7 +1178,8 @@ def _arity_problem(option: Callable, name: str, n_in: int, parameters: Sequence[
     if n_in < len(taken):
         missing = ", ".join(map(repr, taken[n_in:]))
         return f"{problem} Pass {missing} to the call, or write {new_option}"
-    if n_in == len(parameters) > len(taken):  # none is left for the outputs, unless the kernel returns them
+    if n_in == len(parameters) and n_in > len(taken):
+        # The call passes an argument for each parameter of the kernel, so it probably passes the outputs, too.
         extra = ", ".join(map(repr, names[len(taken) :]))
         return f"{problem} If {extra} is an output, do not pass {extra}: it is returned. Otherwise write {new_option}"
     return f"{problem} Write {new_option}"
@@ -1199,12 +1201,12 @@ def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
 def _check_call_signature(
     signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = ()
 ) -> None:
-    """Raise an error if a user's function does not take these arguments and keyword parameters."""
+    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments."""
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "" if args else ", or pass the missing ones to op(...) by name"  # generators get only keyword parameters
+        fix = "" if args else ", or pass the missing ones to op(...) by name"  # a generator gets only keywords
         raise TypeError(
             f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}."
         ) from None
@@ -1220,15 +1222,15 @@ def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
 
 
 def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
-    """Return the specs of converted inputs."""
+    """Return the specs of converted inputs.  Raise an error if a dtype has no memory layout (random keys)."""
     avals = list(map(jax.typeof, args))
     for i, aval in enumerate(avals):
         _check_has_layout(aval.dtype, _input_name(i, title, parameters))
     return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
-# The exact types that JAX accepts; `_convert_input` adds more.  A set lookup is quick.  np.ndarray is not included,
-# because the dtype of a NumPy array must be checked.
+# A cache of types known to be accepted by JAX, to which `_convert_input` adds.  A set lookup is quick.  np.ndarray is
+# never included, because the dtype of a NumPy array must be checked.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
 # The dtypes of NumPy arrays that JAX accepts, in native byte order.  The fast path of a jitted function ignores the
 # byte order: after a call with a native array, it reads other byte orders as native (jax 0.12).
@@ -1242,9 +1244,9 @@ def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) 
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
-        if getattr(x, "__jax_array__", None):  # None for a tracer
+        if getattr(x, "__jax_array__", None):  # in jax 0.12, all tracers have this attribute, and in most it is None
             x = inputs[i] = x.__jax_array__()
-        if isinstance(x, jax.core.Tracer) and not isinstance(x, jax.Ref):
+        if isinstance(x, jax.core.Tracer) and not isinstance(x, jax.Ref):  # a traced Ref is a Tracer, too
             is_traced = True
         else:
             variable = parameters[i] if i < len(parameters) else "x"
@@ -1255,7 +1257,7 @@ def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) 
 def _convert_input(x: Any, name: str, variable: str) -> Any:
     """Return an input that is not traced as a value that JAX accepts.
 
-    An array of another library becomes a JAX array that shares its memory.
+    An array of another library becomes a JAX array that shares its memory, or a copy if the array is strided.
 
     Args:
       x: the input.
@@ -1266,15 +1268,18 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
         raise TypeError(f"{name} is a jax.Ref. Pass its value, {variable}[...].")
     if isinstance(x, Spec):
         raise TypeError(f"{name} is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval_shape.")
-    with contextlib.suppress(TypeError):
+    try:
         jax.typeof(x)
+    except TypeError:
+        pass  # perhaps an array of another library
+    else:
         if not isinstance(x, np.ndarray):
             _INPUT_TYPES.add(type(x))
         return x
     try:
         return jax.dlpack.from_dlpack(x)
     except Exception as error:
-        with contextlib.suppress(Exception):  # arrays of PyTorch and Warp with gaps, such as columns: XLA rejects gaps
+        with contextlib.suppress(Exception):  # XLA rejects strided arrays, such as a column; PyTorch and Warp copy them
             return jax.dlpack.from_dlpack(x.contiguous())
         shown = str(x.dtype) if _is_spec(x) else repr(x)
         raise TypeError(
@@ -1317,8 +1322,8 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # This section relies on undocumented behavior of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two incorrect passes of XLA (`_protect_results`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
-# - which fusions work in place (`_lower_custom_call`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
-# - Numba's pickles of functions (`_Wrapper._reduce_without_module`; test_copies_and_pickles...)
+# - fusions in place (`_protect_aliased_operands`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# - Numba's pickles of functions (`_Wrapper`; test_kernels_without_a_variable_are_sent_to_other_processes_by_value)
 
 # -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
 
@@ -1353,7 +1358,8 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the results, and the effects."""
-    partition = _batch_partition([x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch)))
+    axes_per_dim = [[x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch))]
+    partition = _batch_partition(axes_per_dim)
     results = call.outs[: call.n_results]
     avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in results]
     if call.has_side_effect:
@@ -1376,17 +1382,16 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
     """Return zero tangents if all results are integers; otherwise raise an error."""
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(
-            f"{call.target.title} has no (further) derivative. {call.target.derivative}Use jax.custom_vjp for grad, "
-            "jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel. Use jax.lax.stop_gradient(x) for "
-            "inputs that need no derivative. If a rule that calls a kernel is differentiated, the kernel needs a rule, "
-            "too."
+            f"{call.target.title} has no (further) derivative. {call.target.derivative_advice}Use jax.custom_vjp for "
+            "grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel. Use "
+            "jax.lax.stop_gradient(x) for inputs that need no derivative. For second derivatives, the kernels that "
+            "your rules call need rules, too."
         )
     results = call.bind(primals)
     return results, list(map(_zero_tangent, results))
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
-    """Raise an error."""
     raise NotImplementedError(
         f"{call.target.title} cannot be transposed. `grad` transposes it if the rule of a jax.custom_jvp calls it with "
         "tangents. Use jax.custom_vjp, or the rules of an XLACustomKernel."
@@ -1402,7 +1407,8 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
             f"{call.target.title} has side effects, and the program is compiled for {n_devices} devices. Call it in a "
             "jax.shard_map over all axes of the mesh."
         )
-    if call.target.is_noop or 0 in call.batch:  # jax < 0.10: an empty launch in a command buffer is an error of XLA
+    # If no kernel runs, write no custom call.  In a command buffer, XLA rejects one that launches nothing (jax < 0.10).
+    if call.target.is_noop or 0 in call.batch:
         return _lower_initial_values(ctx, operands, call.aliases)
     outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
     n_partitioned = _num_partitioned_dims(ctx, call, outs, n_devices)
@@ -1417,7 +1423,7 @@ def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, 
     """Return the outputs of a call that runs no kernel: aliased inputs, or zeros."""
 
     def initial_values(*ins: Any) -> list:
-        outs = [*map(_zeros, ctx.avals_out)]
+        outs = list(map(_zeros, ctx.avals_out))
         for i, j in aliases:
             outs[j] = ins[i]
         return outs
@@ -1436,7 +1442,7 @@ def _lower_custom_call(
       ins, outs: the abstract values of the operands, and of the outputs and scratch buffers.
       attributes: more attributes of the custom call.
     """
-    platform, *_ = _lowering_platforms(ctx)  # one platform, because each has a rule of its own (below)
+    platform, *_ = _lowering_platforms(ctx)  # there is only one: see the registration of this rule
     target = call.target.prepare_lowering(platform, bool(call.batch))
     if platform == "cpu":
         operands = _protect_aliased_operands(ctx, operands, call, ins)
@@ -1453,12 +1459,13 @@ def _lower_custom_call(
 def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: Sequence) -> Any:
     """Keep XLA from fusing the producer of an aliased operand (CPU).
 
-    The fusion cannot update the buffer in place: `kernel(v.at[i].set(2.0), i)` in a loop over 20 MB takes 1,400 instead
-    of 1 us per step (jax 0.12).  GPUs gain nothing from the barrier, and would copy slices that are fused otherwise.
+    In a loop over a `v` of 20 MB, `kernel(v.at[i].set(2.0), i)` would take 1,400 instead of 1 us per step (jax 0.12),
+    because a fusion cannot update `v` in place, and copies it.  On GPUs the barrier has no benefit, and would add a
+    copy of an operand such as `w[i]`, which XLA otherwise passes as a part of `w`.
     """
     if not call.aliases:
         return operands
-    return _lower_barriers(ctx, operands, ins, dict(call.aliases))
+    return _lower_barriers(ctx, operands, ins, {i for i, _ in call.aliases})
 
 
 def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
@@ -1470,7 +1477,7 @@ def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
       `while_loop`.  The pass takes the call for a tuple, and the operands of the call for the elements of the tuple.
     """
     may_be_fused = "cuda" in _lowering_platforms(ctx)
-    may_be_loop_state = n_outs > 1
+    may_be_loop_state = n_outs > 1  # only then does the custom call return a tuple
     if may_be_fused or may_be_loop_state:
         return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
     return results
@@ -1482,10 +1489,10 @@ def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[i
     def with_barriers(*values: Any) -> list:
         return [jax.lax.optimization_barrier(x) if k in indices else x for k, x in enumerate(values)]
 
-    return _lower_untyped(with_barriers, ctx, values, avals, avals)
+    return _lower_without_shardings(with_barriers, ctx, values, avals, avals)
 
 
-def _lower_untyped(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
+def _lower_without_shardings(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
     """Lower a function that only reshapes values or adds barriers, from types `ins` to types `outs`.
 
     On meshes with explicit axes, types contain shardings.  The function is traced without them.
@@ -1502,15 +1509,18 @@ _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
 batching.primitive_batchers[_call_p] = _call_batching
-mlir.register_lowering(_call_p, _call_lowering)
-for _platform in ("cpu", "cuda"):  # a program that is lowered for both platforms gets one custom call for each
+mlir.register_lowering(_call_p, _call_lowering)  # for other platforms, on which a call raises an error
+for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a custom call for each
     mlir.register_lowering(_call_p, _call_lowering, platform=_platform)
 
 
 # -- 5.2 Partitioning a batch over a mesh --------------------------------------------------------------
 # Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  The partitioner for
 # batches (custom_call_batch_partitioner.cc) partitions the first `num_batch_dims` dimensions of each operand with more
-# than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks of the operands decide:
+# than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks of the operands decide.
+#
+# To force XLA's choice, we pad the batch of each partitioned operand with ones, until every partitioned operand has a
+# larger rank than every replicated one:
 #
 #     k                    the number of batch dimensions that are partitioned
 #     R                    the largest rank of an operand, without the batch
@@ -1518,6 +1528,7 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both platform
 #     partitioned operand  (*batch[:k], *[1] * (R + 1), *batch[k:], *slice_shape)      has rank > num_batch_dims
 #     replicated operand   slice_shape                                                 has rank <= num_batch_dims
 #
+# There are R + 1 ones rather than R, because a slice may be 0-d, and the rank must still exceed k + R.
 # For example, with eight slices of x and a common w, on four devices (k = 1, R = 2, num_batch_dims = 3):
 #
 #              one slice    operand of the primitive    operand of the custom call    on each device
@@ -1525,42 +1536,43 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both platform
 #       w      [6,6]        [1,6,6]                     [6,6]                         [6,6]
 #       out    [6]          [8,6]                       [8,1,1,1,6]                   [2,1,1,1,6]
 #
-# - An operand that only some of several vmaps batch is broadcast, and then partitioned.
+# - If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.
 # - The leading dimensions of the batch are partitioned, as long as the number of all devices divides their sizes.
 #   Otherwise XLA pads the batch, and if the kernel raises an error on the padding, the other devices wait forever.
-#   Axes of the mesh that divide the size are not enough: `x[:4]` stays partitioned over all eight devices.
+#   Mesh axes that divide the size are not enough: for example, on 8 devices, `x[:4]` stays partitioned over all 8.
 # - The dimensions of a slice are gathered.  Only `jax.shard_map` partitions them.
 
 
 def _num_partitioned_dims(ctx: Any, call: _CallParams, outs: Sequence, n_devices: int) -> int:
     """Return the number of leading batch dimensions that XLA may partition over the devices."""
-    has_known_shapes = all(isinstance(size, int) for x in (*ctx.avals_in, *outs) for size in x.shape)  # for Shardy
-    if n_devices == 1 or not outs or not has_known_shapes:
+    arrays = (*ctx.avals_in, *outs)
+    has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)  # Shardy's rule needs them
+    if n_devices == 1 or not outs or not has_known_sizes:
         return 0
     divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
-    return sum(1 for _ in divisible)
+    return len(list(divisible))
 
 
 def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_partitioned: int) -> Any:
     """Return the results of a custom call whose first `n_partitioned` batch dimensions XLA may partition."""
     batch = call.batch
     depth = len(batch)
-    is_replicated = _replicated_operands(ctx.avals_in, depth)
+    replicated_mask = _replicated_operands(ctx.avals_in, depth)
     max_rank = max(len(x.shape) for x in ctx.avals_in) - depth
-    num_batch_dims = n_partitioned + max_rank
-    leading = (*batch[:n_partitioned], *[1] * (max_rank + 1), *batch[n_partitioned:])
+    n_ones = max_rank + 1
+    leading = (*batch[:n_partitioned], *[1] * n_ones, *batch[n_partitioned:])
 
-    def reshaped_aval(x: Any, replicated: bool = False) -> Any:
+    def reshaped_aval(x: Any, is_replicated: bool = False) -> Any:
         slice_shape = x.shape[depth:]
-        return jax.core.ShapedArray(slice_shape if replicated else (*leading, *slice_shape), x.dtype)
+        return jax.core.ShapedArray(slice_shape if is_replicated else (*leading, *slice_shape), x.dtype)
 
-    ins = list(map(reshaped_aval, ctx.avals_in, is_replicated))
+    ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
     reshaped_outs = list(map(reshaped_aval, outs))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, replicated in zip(operands, ins, is_replicated):
-            if not replicated:
+        for x, aval, is_replicated in zip(operands, ins, replicated_mask):
+            if not is_replicated:
                 x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
             reshaped.append(jax.lax.reshape(x, aval.shape))
         return reshaped
@@ -1568,54 +1580,53 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
     def reshape_results(*results: Any) -> list:
         return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
 
+    num_batch_dims = str(n_partitioned + max_rank)
     attributes = {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(num_batch_dims)}),
-        "sdy.sharding_rule": _sharding_rule(ins, is_replicated, reshaped_outs, n_common=num_batch_dims + 1),
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": num_batch_dims}),
+        "sdy.sharding_rule": _sharding_rule(ins, replicated_mask, reshaped_outs, n_common=n_partitioned + n_ones),
     }
-    operands = _lower_untyped(reshape_operands, ctx, operands, ctx.avals_in, ins)
+    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, ins)
     results = _lower_custom_call(ctx, operands, call, ins, reshaped_outs, **attributes)
-    return _lower_untyped(reshape_results, ctx, results, reshaped_outs[: call.n_results], ctx.avals_out)
+    return _lower_without_shardings(reshape_results, ctx, results, reshaped_outs[: call.n_results], ctx.avals_out)
 
 
 def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
-    """Return which operands are replicated: those that all slices share, with one exception.
+    """Return which operands are replicated: the shared ones, which have size 1 in all batch dimensions.
 
-    If shardings differ, XLA uses the sharding of the first operand for all (FindCommonSharding).  So the first operand
-    is partitioned if another shared operand follows a batched one.
+    If a shared operand comes after a batched one, partition the first operand, too, so that its sharding, which XLA
+    applies to all (FindCommonSharding), is the right one.  If the first operand is batched, this changes nothing.
     """
-    is_shared = [all(size == 1 for size in x.shape[:depth]) for x in ins]
-    follows_batched = [shared and not all(is_shared[:i]) for i, shared in enumerate(is_shared)]
-    if any(follows_batched):
-        is_shared[0] = False
-    return is_shared
+    shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
+    first_batched = shared_mask.index(False)
+    if any(shared_mask[first_batched:]):
+        shared_mask[0] = False
+    return shared_mask
 
 
-def _sharding_rule(ins: Sequence, is_replicated: Sequence[bool], outs: Sequence, n_common: int) -> Any:
+def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
     """Return Shardy's sharding rule of a call.
 
     A rule numbers the factors along which arrays can be partitioned.  The first `n_common` dimensions of all
-    partitioned arrays are common factors.  Each other dimension is a factor of its own.
+    partitioned arrays are common factors.  Each other dimension is a factor of its own, because XLA gathers it.
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
     factor_sizes = list(outs[0].shape[:n_common])
-
-    def dim_mappings(x: Any, replicated: bool = False) -> Any:
-        n_shared = 0 if replicated else n_common
+    mappings = []
+    for x, is_replicated in zip([*ins, *outs], [*replicated_mask, *[False] * len(outs)], strict=True):
+        n_shared = 0 if is_replicated else n_common
         own_sizes = x.shape[n_shared:]
-        factors = [*range(n_shared), *range(len(factor_sizes), len(factor_sizes) + len(own_sizes))]
+        own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
         factor_sizes.extend(own_sizes)
-        return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([factor]) for factor in factors])
-
-    operands = list(map(dim_mappings, ins, is_replicated))
-    results = list(map(dim_mappings, outs))
-    return sdy.OpShardingRuleAttr.get(factor_sizes, operands, results)
+        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared), *own_factors)]
+        mappings.append(sdy.TensorMappingAttr.get(dims))
+    return sdy.OpShardingRuleAttr.get(factor_sizes, mappings[: len(ins)], mappings[len(ins) :])
 
 
-# -- 5.3 The arguments of public functions: a kernel, and options --------------------------------------
+# -- 5.3 For wrappers and ops: the arguments of public functions, a cache, and pickles -----------------
 
 
-def _parameters(kernel: Any) -> tuple[str, ...]:
+def _parameter_names(kernel: Any) -> tuple[str, ...]:
     """Return the names of the kernel's leading parameters that can be passed by position and by name, in order."""
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(_py_func(kernel)).parameters.values()
@@ -1625,10 +1636,10 @@ def _parameters(kernel: Any) -> tuple[str, ...]:
 
 
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
-    """Return the signature of a wrapper, by which JAX binds arguments.
+    """Return the `__signature__` of a wrapper, which tells `jax.custom_vjp` the order of arguments passed by name.
 
-    Its parameters are the first ones of the kernel, one for each parameter of `outs`.  If `outs` does not show the
-    number of inputs, the signature is `(*args)`.
+    Its parameters are the first ones of the kernel, one for each parameter of `outs`.  If `outs` is not a function of
+    required positional parameters, the number of inputs is unknown, and the signature is `(*args)`.
     """
     with contextlib.suppress(TypeError, ValueError):
         taken_by_outs = inspect.signature(outs).parameters.values()
@@ -1640,29 +1651,29 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
 
 
 def _decorated_backend(kernel: Any) -> str | None:
-    """Return the backend of a decorated kernel, "wrapper" for a wrapper, or None for anything else."""
+    """Return the backend of a decorated kernel, or None for anything else."""
     for cls in type(kernel).__mro__:
         package = str(cls.__module__).partition(".")[0]
         for backend, row in _BACKENDS.items():
             if f"{package}.{cls.__name__}" in row.kernel_classes:
                 return backend
-    return "wrapper" if isinstance(kernel, _Wrapper) else None
+    return None
 
 
-def _unsupported_kernel_error(user: str, takes: str, kernel: Any) -> TypeError:
+def _unsupported_kernel_error(title: str, takes: str, kernel: Any) -> TypeError:
     """Return the error for an object that a public function does not take as a kernel."""
     backend = _decorated_backend(kernel)
     type_name = type(kernel).__name__
-    advice = f"Use {backend}_kernel." if backend in _BACKENDS else _KERNEL_TYPE_ADVICE.get(type_name, "")
-    return TypeError(f"{user} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
+    advice = f"Use {backend}_kernel." if backend else _KERNEL_TYPE_ADVICE.get(type_name, "")
+    return TypeError(f"{title} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
 
 
 _KERNEL_TYPE_ADVICE = {  # by the name of a type
     "partial": "Write a function that calls it, and keep constants in variables of its closure.",
     "method": "Write a function outside of the class. Pass arrays of `self` as inputs, and keep constants in variables "
     "of its closure.",
-    "ufunc": "Call it in a function: lambda x: np.sin(x). For a ufunc of your own, use numba.vectorize without target= "
-    'instead of target="parallel": `vmap` uses all cores.',
+    "ufunc": "Call it in a function: lambda x: np.sin(x). Drop target='parallel' from numba.vectorize: `vmap` already "
+    "uses all cores.",
     "builtin_function_or_method": "Call it in a function: lambda x: math.sin(x).",
     "PjitFunction": "JAX calls kernels, and kernels cannot call JAX. Write a Python function, with np. for jnp.",
 }
@@ -1696,16 +1707,12 @@ class _Options:
         self.in_out_argnames = _as_names(self.in_out_argnames)
         if not isinstance(self.scalars, bool):
             self.scalars = _as_names(self.scalars)
-            self._check_scalars()
-
-    def _check_scalars(self) -> None:
-        """Raise an error if an in-out argument is listed as a scalar."""
-        for name in self.scalars:
-            if name in self.in_out_argnames:
-                raise ValueError(
-                    f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove it "
-                    f"from scalars, and write {name}[()] in the kernel."
-                )
+            for name in self.scalars:
+                if name in self.in_out_argnames:
+                    raise ValueError(
+                        f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove "
+                        f"it from scalars, and write {name}[()] in the kernel."
+                    )
 
     @property
     def in_order(self) -> bool:
@@ -1722,15 +1729,15 @@ def _as_names(names: Any) -> Collection:
     return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
-def _make_wrapper(make_wrapper: Callable[..., _Wrapper], kernel: Any, options: _Options) -> Any:
+def _wrapper_or_decorator(wrapper_class: type[_Wrapper], kernel: Any, options: _Options) -> Any:
     """Return the wrapper of a kernel, or a decorator if the kernel is None."""
     if kernel is None:
-        return functools.partial(make_wrapper, options=options)
-    return make_wrapper(kernel, options)
+        return functools.partial(wrapper_class, options=options)
+    return wrapper_class(kernel, options)
 
 
 class _BoundedCache(dict):
-    """A cache that clears itself when it is full.  Concurrent callers get the same value for a key."""
+    """A cache that clears itself when it is full.  Until then, concurrent callers get the same value for a key."""
 
     def keep(self, key: Any, value: Any) -> Any:
         """Store a value, unless the key has one.  Return the value of the key."""
@@ -1754,7 +1761,7 @@ class _PickledByReference:
 
     def __reduce__(self) -> tuple:
         # Another process may have another main module.  `builtins._` is the last result at the prompt.
-        importable = [name for name in list(sys.modules) if not name.endswith(("main__", "builtins"))]
+        importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
         return self._find_variable(importable) or self._reduce_without_module()
 
     def _find_variable(self, module_names: Iterable[str]) -> tuple:
@@ -1797,28 +1804,31 @@ class _Wrapper(_PickledByReference):
           _call_inputs(args)                converts them to values that JAX accepts
             jax.jit                         calls _trace once per combination of shapes and dtypes
               _trace(*args)                 evaluates `outs`, and returns a pytree of results
-                _flat_results(outs, *args)  returns a list of results                 hook (Warp: derivatives)
-                  _resolve(ins, outs)       resolves aliases and scratch buffers
+                _flat_results(...)          returns a list of results                 hook (Warp: derivatives)
+                  _resolve_call(ins, outs)  resolves aliases and scratch buffers
                     _find_target(call)      checks, compiles and registers            abstract
                   _CallParams.bind(args)    binds the primitive
 
     If an input is traced already, `_call_inputs` calls `_trace` directly, so that the call becomes a part of the
     caller's program.
+
+    A wrapper that no importable module holds is pickled by value: its kernel's code, and its options.
     """
 
     decorator: str  # the name of the public function, for error messages
 
-    def __init__(self, kernel: Any, options: Any, parameters: tuple[str, ...] | None = None) -> None:
+    def __init__(self, kernel: Any, options: _Options, parameters: tuple[str, ...] | None = None) -> None:
         """Check the options that name parameters.
 
         Args:
           kernel: the user's kernel.
-          options: an `_Options`.
+          options: the options of the public function.
           parameters: the names of the parameters that take arrays, in order.  Default: all parameters.
         """
         self.kernel = kernel
-        self.options = options
-        self.parameters = _parameters(kernel) if parameters is None else parameters
+        self.options: Any = options  # subclasses of `_Options` have options of their own
+        self.parameters = _parameter_names(kernel) if parameters is None else parameters
+        self.all_parameters: Sequence[str] = self.parameters  # Warp: also the parameters with arguments by value
         self._copy_metadata(kernel)
         self.title = f"{self.decorator} {self.__name__!r}"  # for errors
         if self.parameters[:1] == ("self",):
@@ -1834,7 +1844,7 @@ class _Wrapper(_PickledByReference):
                 "order."
             )
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any) -> Any:  # a function whose name appears in jaxprs and profiles
             return self._trace(*args)
 
         call.__name__ = call.__qualname__ = self.__name__
@@ -1855,10 +1865,7 @@ class _Wrapper(_PickledByReference):
         return f"<{self.decorator} {self.__name__}>"
 
     def _reduce_without_module(self) -> tuple:
-        """Return the reduced value of a wrapper that no imported module holds: its kernel's code, and its options.
-
-        Hook: Warp kernels cannot be pickled by value.
-        """
+        """Return the reduced value of a wrapper that is pickled by value.  (hook: Warp kernels cannot be)"""
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
         return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
 
@@ -1880,7 +1887,7 @@ class _Wrapper(_PickledByReference):
         n = len(args) + len(named)
         names = self.parameters[:n]
         arguments = dict(zip(names, args), **named)
-        if len(arguments) != n or arguments.keys() != set(names):
+        if len(arguments) != n or arguments.keys() != set(names):  # a name passed twice, unknown, or not the next one
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
         return {name: arguments[name] for name in names}
 
@@ -1904,13 +1911,13 @@ class _Wrapper(_PickledByReference):
     def _trace(self, *args: Any) -> Any:
         ins = _input_specs(args, self.title, self.parameters)
         outs, tree = self._declared_specs("outs", ins)
-        return tree.unflatten(self._flat_results(outs, *args))
+        return tree.unflatten(self._flat_results(ins, outs, *args))
 
-    def _flat_results(self, outs: list[Spec], *args: Any) -> list:
+    def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         """Return the results of the call as a list.  (hook)"""
-        return self._resolve(_input_specs(args), outs).bind(args)
+        return self._resolve_call(ins, outs).bind(args)
 
-    def _resolve(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
+    def _resolve_call(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
         """Return the call for these inputs and declared outputs, with its target."""
         scratch, _ = self._declared_specs("scratch", ins)
         aliases = self._resolve_aliases(ins, outs)
@@ -1933,29 +1940,29 @@ class _Wrapper(_PickledByReference):
         """
         raise NotImplementedError
 
-    def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], problem: str) -> None:
+    def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], why_not: str) -> None:
         """Raise an error if a buffer has a dtype that the backend does not have."""
         for kind, specs in (("input", call.ins), ("output", call.outs)):  # outputs include scratch buffers
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     raise TypeError(
-                        f"{self.title}: {kind} {i} is {_format_spec(spec)}, a dtype {problem}. Cast it, and cast the "
+                        f"{self.title}: {kind} {i} is {_format_spec(spec)}, a dtype {why_not}. Cast it, and cast the "
                         "result back: f(x.astype(jnp.float32)).astype(x.dtype)"
                     )
 
     # -- options that depend on the inputs -------------------------------------------------------------
 
-    @property
-    def _call_parameters(self) -> Sequence[str]:
-        """Return the names of all arguments of a call.  (hook: Warp also has arguments that are not arrays)"""
-        return self.parameters
+    def _argument_names(self, ins: Sequence[Spec]) -> Sequence[str]:
+        """Return the names of the arguments of a call with these input arrays, including Warp's arguments by value."""
+        n_values = len(self.all_parameters) - len(self.parameters)
+        return self.all_parameters[: len(ins) + n_values]
 
     def _option_value(self, name: str, ins: Sequence) -> Any:
         """Return the value of an option that may be a function of the inputs.  (hook)"""
         option = getattr(self.options, name)
         if not callable(option):
             return option
-        return _call_with_specs(option, self.title, name, ins, self._call_parameters)
+        return _call_with_specs(option, self.title, name, ins, self.all_parameters)
 
     def _declared_specs(self, name: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
         """Return the specs that `outs` or `scratch` declares for these inputs, and their structure."""
@@ -2000,17 +2007,18 @@ class _Wrapper(_PickledByReference):
 
     def _check_in_out_spec(self, name: str, i: int, j: int, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
         """Raise an error if output j does not have the spec of input i, which is an in-out argument."""
-        shown = _format_spec(ins[i])
-        declared = _format_spec(outs[j]) if j < len(outs) else "missing"
-        if shown == declared:
+        declared = outs[j] if j < len(outs) else "missing"
+        if ins[i] == declared:
             return
-        n_values = len(self._call_parameters) - len(self.parameters)
-        arguments = ", ".join(self._call_parameters[: len(ins) + n_values])
-        results = [*self.in_outs, *["..."] * (len(outs) > len(self.in_outs))]
+        arguments = ", ".join(self._argument_names(ins))
+        results = list(self.in_outs)
+        if len(outs) > len(results):
+            results.append("...")
         new_outs = results[0] if len(results) == 1 else f"({', '.join(results)})"
         raise ValueError(
-            f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is {shown}, but outs[{j}] "
-            f"is {declared}. Write outs=lambda {arguments}: {new_outs}."
+            f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is "
+            f"{_format_spec(ins[i])}, but outs[{j}] is {_format_spec(declared)}. Write outs=lambda {arguments}: "
+            f"{new_outs}."
         )
 
     def _check_in_out_parameters(self, call: _CallParams) -> None:
@@ -2020,6 +2028,7 @@ class _Wrapper(_PickledByReference):
         if not extra or len(self.parameters) != n_in + len(call.outs):
             return
         parameters = inspect.signature(_py_func(self.kernel)).parameters
+        # A parameter with a default need not be an output.
         if all(parameters[name].default is inspect.Parameter.empty for name in extra):
             in_outs = ", ".join(map(repr, self.in_outs))
             dropped = ", ".join(map(repr, extra))
@@ -2039,7 +2048,7 @@ def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], al
         return f"an input can start one output, and input {i} starts output {aliases[i]}. Remove one of the two."
     if j in aliases.values():
         return f"an output can start from one input, and output {j} has one already. Remove one of the two."
-    if _format_spec(ins[i]) != _format_spec(outs[j]):
+    if ins[i] != outs[j]:
         return (
             "an output that starts from an input has the same shape and dtype. Input "
             f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
@@ -2053,7 +2062,7 @@ def _numbered_specs(specs: Sequence[Spec]) -> str:
 
 
 def _never_stored_error(title: str, name: str, store: str, returns: str = "", is_in_out: bool = False) -> TypeError:
-    """Return the error for an output, or an in-out argument, to which a kernel never stores.
+    """Return the error for an output, or an in-out argument, to which a kernel never stores (sections 7 and 8).
 
     Args:
       title: the kernel, for example "numba_kernel 'f'".
@@ -2066,8 +2075,8 @@ def _never_stored_error(title: str, name: str, store: str, returns: str = "", is
     alternative = f", or remove the parameter {name!r} and {returns}" if returns else ""
     return TypeError(
         f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
-        f"Write `{store}`{alternative}. If {'the old values' if is_in_out else 'zeros'} are what you want, pass "
-        "zero_outputs=True."
+        f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} then "
+        f"{'keeps its old values' if is_in_out else 'is zeros'}."
     )
 
 
@@ -3333,7 +3342,7 @@ def numba_kernel(
       [1.0, 3.0, 6.0]
     """
     options = dict(locals())  # all arguments by name
-    return _make_wrapper(_NumbaKernel, options.pop("kernel"), _Options(**options))
+    return _wrapper_or_decorator(_NumbaKernel, options.pop("kernel"), _Options(**options))
 
 
 # -- 7.1 The wrapper: which buffer of a call is passed to which parameter of the kernel ----------------
@@ -3493,7 +3502,7 @@ class _ArgumentMap(NamedTuple):
         """Return whether the kernel takes all buffers as they are, in their order."""
         n_parameters = len(inspect.signature(_py_func(kernel)).parameters)
         takes_all = self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
-        return takes_all and n_parameters == len(_parameters(kernel))
+        return takes_all and n_parameters == len(_parameter_names(kernel))
 
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
@@ -4867,7 +4876,7 @@ def numba_cuda_kernel(
       [2.0, 2.0, 2.0]
     """
     options = dict(locals())  # all arguments by name
-    return _make_wrapper(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
+    return _wrapper_or_decorator(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
 def numba_cuda_callable(
@@ -4931,7 +4940,7 @@ def numba_cuda_callable(
       [4.0, 4.0, 4.0]
     """
     options = dict(locals())  # all arguments by name
-    return _make_wrapper(_CudaCallable, options.pop("func"), _Options(**options))
+    return _wrapper_or_decorator(_CudaCallable, options.pop("func"), _Options(**options))
 
 
 # -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
@@ -5000,9 +5009,9 @@ class _CudaOptions(_Options):
 class _CudaWrapper(_NumbaWrapper):
     """The wrapper of a Numba CUDA kernel or of a callable."""
 
-    def _flat_results(self, outs: list[Spec], *args: Any) -> list:
+    def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         operands = list(args)
-        call = self._resolve(_input_specs(args), outs)
+        call = self._resolve_call(ins, outs)
         for i, _ in call.aliases:
             if jax.typeof(args[i]).memory_space == jax.memory.Space.Host:
                 # XLA cannot compile an alias between host and device memory (E1200, jax 0.11.2).
@@ -5879,7 +5888,7 @@ def warp_kernel(
       [0.0, 2.0, 4.0]
     """
     options = dict(locals())  # all arguments by name
-    return _make_wrapper(_WarpKernel, options.pop("kernel"), _WarpOptions(**options))
+    return _wrapper_or_decorator(_WarpKernel, options.pop("kernel"), _WarpOptions(**options))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -5977,6 +5986,7 @@ class _WarpKernelWithValues(_Wrapper):
     def __init__(self, kernel: Any, options: Any, params: Mapping[str, _WarpParam], values: Mapping[str, Any]) -> None:
         super().__init__(kernel, options, tuple(name for name in params if name not in values))
         self.params = params
+        self.all_parameters = tuple(params)
         self.values = copy.deepcopy(values)  # for later traces, because the caller may change a struct
 
     # -- options that refer to arguments ---------------------------------------------------------------
@@ -5985,14 +5995,6 @@ class _WarpKernelWithValues(_Wrapper):
         """Return the number of an aliased input.  A key that is a number counts all arguments, including values."""
         name = dict(enumerate(self.params)).get(key, key)
         return super()._input_index(name, n_in)
-
-    @property
-    def _call_parameters(self) -> Sequence[str]:
-        return list(self.params)
-
-    def _argument_names(self, ins: Sequence[Spec]) -> list[str]:
-        """Return the names of all arguments of a call with these arrays, including values."""
-        return [*self.params][: len(ins) + len(self.values)]
 
     def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
         """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
@@ -6047,7 +6049,7 @@ class _WarpKernelWithValues(_Wrapper):
             is_noop=0 in launch_dims,
             title=self.title,
             runs_on="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative=self._derivative_advice(call),
+            derivative_advice=self._derivative_advice(call),
             kernel=self.kernel,
             values=self.values,
             key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
@@ -6124,8 +6126,8 @@ class _WarpKernelWithValues(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _flat_results(self, outs: list[Spec], *args: Any) -> list:
-        without_vjp = functools.partial(super()._flat_results, outs)
+    def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        without_vjp = functools.partial(super()._flat_results, ins, outs)
         if not self.options.differentiable:
             return without_vjp(*args)
 
@@ -7749,7 +7751,7 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
             f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
             "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
-    if kernel_kind == "wrapper":
+    if isinstance(kg, _Wrapper):
         return functools.partial(_generate_wrapper, kg, options)
     if not callable(kg):
         raise TypeError(
