@@ -1782,11 +1782,11 @@ def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(fun
     class OutOfMemory(xk._BatchScheduler):
         def call(self, called, *args):
             if isinstance(called, str) and called == function:
-                return xk._Int64(self, self.value(0))
+                return self.constant(0)
             return super().call(called, *args)
 
     scheduler = xk._load_code(OutOfMemory().compile())
-    monkeypatch.setattr(xk, "_batch_scheduler", lambda: scheduler)
+    monkeypatch.setattr(xk, "_scheduler_engine", lambda: scheduler)
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
     call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], name=f"without {function}")
     x = np.arange(64.0)[:, None]
@@ -2172,7 +2172,7 @@ def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
-def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
+def test_aliased_output_initialized_without_xla_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
     accumulate = wrap(runs("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
