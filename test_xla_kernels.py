@@ -2181,6 +2181,26 @@ def test_aliased_output_initialized_without_xla_alias(batch):
     assert (acc == 10).all()
 
 
+def test_a_call_without_outputs_runs_each_slice_if_the_last_input_is_unbatched():
+    kernel = runs("if x[0] == last[0]: raise ValueError('found')", "x, last")
+    call = jax.jit(jax.vmap(wrap(kernel, (), has_side_effect=True), in_axes=(0, None)))
+    x = jnp.arange(5.0)[:, None]
+    assert call(x, jnp.full(1, 5.0)) == ()
+    jax.effects_barrier()
+    assert "found" in error_of(call, x, jnp.full(1, 4.0))
+
+
+def test_python_cannot_branch_on_a_value_of_the_generated_code():
+    with pytest.raises(TypeError, match="only when the generated code runs"):
+        bool(xk._IRBuilder().constant(1))
+
+
+def test_a_long_error_message_is_visibly_cut():
+    address = xk._store_error_message(ValueError("x" * 20_000), "kernel")
+    text = ctypes.string_at(address).decode()
+    assert len(text) < 11_000 and text.endswith("x [...] (raised in kernel 'kernel')")
+
+
 def test_scratch_is_no_result():
     """Nor is it looked at by jax_debug_nans."""
     x = np.ones((2, 3), np.float32)
