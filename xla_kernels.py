@@ -2245,8 +2245,8 @@ class _Variable(ctypes.Structure):
     _fields_ = (("current", _I64),)
 
 
-# Fewer bytes are set to zeros in pieces of 1 KiB.  From 2 KiB on, glibc's memset uses `rep stosb`, which takes 40 ns to
-# start on an AMD EPYC.  For 1,000 float32, zeros cost 18% of the time of a sum x + y, instead of 30%.
+# Fewer bytes than this are set to zeros in pieces of 1 KiB.  From 2 KiB on, glibc's memset uses `rep stosb`, which takes
+# 40 ns to start on an AMD EPYC.  For 1,000 float32, zeros cost 18% of the time of a sum x + y, instead of 30%.
 _MIN_WHOLE_MEMSET = 1 << 13
 
 
@@ -2461,7 +2461,7 @@ def _target_machine() -> Any:
     # The CPU of this machine, unless Numba's settings name another one.  The call also initializes LLVM.
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     arch = llvm.Target.from_triple(triple)
-    reloc = "static" if arch.name.startswith("x86") else "default"  # as in Numba's `_get_host_cpu_...`
+    reloc = "static" if arch.name.startswith("x86") else "default"  # as Numba: LLVM's JIT needs "static" on x86
     return arch.create_target_machine(cpu=cpu, features=features, opt=1, reloc=reloc, codemodel="jitdefault", jit=True)
 
 
@@ -3166,7 +3166,7 @@ class _CallbackEmitter(_Emitter):
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         stream_and_device = _write_stream_and_device(handler, frame) if self.libcuda else (0, 0)
-        # The word of the message starts with this one.  A callback that reaches its end overwrites it, but a
+        # The last word is first the address of this message.  A callback that reaches its end overwrites it, but a
         # KeyboardInterrupt may end the callback before its first line.
         interrupted = handler.c_string(f"KeyboardInterrupt (raised in kernel '{handler.signature.label}')")
         with handler.each_slice(buffers, count) as arrays:
