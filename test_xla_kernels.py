@@ -1904,11 +1904,11 @@ def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(fun
     class OutOfMemory(xk._BatchScheduler):
         def call(self, called, *args):
             if isinstance(called, str) and called == function:
-                return xk._Int64(self, self.value(0))
+                return self.constant(0)
             return super().call(called, *args)
 
     scheduler = xk._load_code(OutOfMemory().compile())
-    monkeypatch.setattr(xk, "_batch_scheduler", lambda: scheduler)
+    monkeypatch.setattr(xk, "_scheduler_engine", lambda: scheduler)
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
     call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], name=f"without {function}")
     x = np.arange(64.0)[:, None]
@@ -2519,13 +2519,33 @@ def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
-def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
+def test_aliased_output_initialized_without_xla_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
     accumulate = wrap(kernel_from_body("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
     assert (acc == 10).all()
+
+
+def test_a_call_without_outputs_runs_each_slice_if_the_last_input_is_unbatched():
+    kernel = kernel_from_body("if x[0] == last[0]: raise ValueError('found')", "x, last")
+    call = jax.jit(jax.vmap(wrap(kernel, (), has_side_effect=True), in_axes=(0, None)))
+    x = jnp.arange(5.0)[:, None]
+    assert call(x, jnp.full(1, 5.0)) == ()
+    jax.effects_barrier()
+    assert "found" in error_of(call, x, jnp.full(1, 4.0))
+
+
+def test_python_cannot_branch_on_a_value_of_the_generated_code():
+    with pytest.raises(TypeError, match="only when the generated code runs"):
+        bool(xk._IRBuilder().constant(1))
+
+
+def test_a_long_error_message_is_visibly_cut():
+    address = xk._store_error_message(ValueError("x" * 20_000), "kernel")
+    text = ctypes.string_at(address).decode()
+    assert len(text) < 11_000 and text.endswith("x [...] (raised in kernel 'kernel')")
 
 
 def test_scratch_is_no_result():
