@@ -1109,6 +1109,17 @@ def shuffle(a, i):
     return a[i] + 1
 
 
+@cuda_jit
+def count_in_rest(a, n):
+    if n:
+        rest = count_in_rest(a, n - 1)
+        cuda.atomic.add(rest, 0, 1)
+    return a
+
+
+FUNCTIONS = (bump,)
+
+
 class CudaWrites:
     """Kernels that store to their input in ways that Numba CUDA accepts."""
 
@@ -1143,6 +1154,28 @@ class CudaWrites:
         for _ in range(2):
             cuda.atomic.add(out, 0, 1)
             out = x
+
+    def in_a_tuple_that_grows_in_a_loop(x, out):
+        pair = (out, out)
+        for _ in range(9):
+            pair = (pair, x)
+        cuda.atomic.add(pair[0][1], 0, 1)
+
+    def in_a_nested_function_whose_variable_has_changed(x, out):
+        a = out
+
+        def add():
+            cuda.atomic.add(a, 0, 1)
+
+        add()
+        a = x
+        add()
+
+    def in_the_result_of_a_recursive_function(x, out):
+        count_in_rest(x, 3)
+
+    def in_a_function_of_a_tuple(x, out):
+        FUNCTIONS[0](x, 0)
 
 
 class CudaRight:

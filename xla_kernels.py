@@ -4317,8 +4317,11 @@ def _unknown_views(values: Iterable[Any]) -> set:
 
 def _pack(values: Iterable[Any], field: Any) -> set:
     """Return the abstract value of a tuple or struct that has these values in one field."""
-    views = {view._replace(path=(field, *view.path)) for view in _views(values)}
-    return {view for view in views if len(view.path) <= _MAX_PATH} or _unknown_views(views)
+    result = set()
+    for view in _views(values):
+        is_deep = len(view.path) >= _MAX_PATH
+        result |= _unknown_views({view}) if is_deep else {view._replace(path=(field, *view.path))}
+    return result
 
 
 def _unpack(values: Iterable[Any], field: Any) -> set:
@@ -4355,10 +4358,11 @@ def _effect(function: Any) -> str:
     """Return what a library function does to an array argument: a key of `_WARP_EFFECTS`, or "unknown"."""
     if _is_warp_builtin(function):
         return _WARP_EFFECT_OF.get(function.key, "unknown")
-    if isinstance(function, type):  # such as a named tuple
-        return "returns a view"
     *modules, name = _library_name(function).split(".")
-    return "stores" if "atomic" in modules or name in _CUDA_STORES else "unknown"
+    if "atomic" in modules or name in _CUDA_STORES:
+        return "stores"
+    is_class = isinstance(function, type)  # such as a named tuple; numba.cuda's functions are classes, too
+    return "returns a view" if is_class else "unknown"
 
 
 def _is_warp_builtin(function: Any) -> bool:
@@ -4434,21 +4438,22 @@ class _StoreAnalysis(_AbstractInterpreter):
         except RecursionError:  # in sums of hundreds of terms
             self.add_possible_store(_union(positional), "an expression of it is nested too deeply", numba_rejects=False)
 
-    def add_store(self, values: Iterable[Any], text: str, *, is_certain: bool, numba_rejects: bool) -> None:
-        """Add a store to arrays.
+    def add_store(self, values: Iterable[Any], node: Any, *, is_certain: bool, numba_rejects: bool) -> None:
+        """Add a store to arrays.  `node` is the syntax tree of the store, or a reason to expect one.
 
         A view that ignores the flag still counts as rejected if the store is only possible.  Otherwise `x.view(...)`,
         which is the call of an unknown method of such a view, would be an error.
         """
         for view in _views(values):
+            text = node if isinstance(node, str) else f"`{ast.unparse(node):.80}`"
             is_rejected = numba_rejects and not (is_certain and view.ignores_readonly)
             self.stores[view.parameter].append(_Store(text, is_certain, is_rejected))
             if self.depth > 1 or not is_certain:
                 self.stored_in_replay.add(view.parameter)
 
-    def add_possible_store(self, values: Iterable[Any], text: str, *, numba_rejects: bool) -> set:
+    def add_possible_store(self, values: Iterable[Any], node: Any, *, numba_rejects: bool) -> set:
         """Add possible stores to arrays, and return the views that an unknown expression of them may result in."""
-        self.add_store(values, text, is_certain=False, numba_rejects=numba_rejects)
+        self.add_store(values, node, is_certain=False, numba_rejects=numba_rejects)
         return _unknown_views(values)
 
     # -- functions --
@@ -4459,7 +4464,7 @@ class _StoreAnalysis(_AbstractInterpreter):
         functions = self.evaluate(node.func) or {None}  # None: an unknown function
         methods = _views(functions)  # an attribute of an array that is called is a method
         if methods:
-            return self.add_possible_store(methods, _quote(node), numba_rejects=True)
+            return self.add_possible_store(methods, node, numba_rejects=True)
         if any(isinstance(x, ast.Starred) for x in node.args):
             functions, positional = {None}, [_union(positional)]
         return _union(self.call(function, positional, keywords, node) for function in functions)
@@ -4468,10 +4473,10 @@ class _StoreAnalysis(_AbstractInterpreter):
         """Interpret a call and return its abstract value."""
         if self.is_warp:
             function = _warp_function(function, node.func)
-        text, arguments = _quote(node), _union([*positional, *keywords.values()])
+        arguments = _union([*positional, *keywords.values()])
         if overloads := _user_functions(function):
             self.add_stores_by_reference(function, node)
-            return _union(self.call_user_function(x, positional, keywords, text) for x in overloads)
+            return _union(self.call_user_function(x, positional, keywords, node) for x in overloads)
         self.note_indices_and_tiles(function, node)
         if function is slice:
             return {slice(None)}
@@ -4480,7 +4485,7 @@ class _StoreAnalysis(_AbstractInterpreter):
             return _union(_pack(values, field) for field, values in fields.items())
         match _effect(function):
             case "stores":
-                self.add_store(positional[0] if positional else arguments, text, is_certain=True, numba_rejects=False)
+                self.add_store(positional[0] if positional else arguments, node, is_certain=True, numba_rejects=False)
             case "reads":
                 pass
             case "returns argument":
@@ -4488,7 +4493,7 @@ class _StoreAnalysis(_AbstractInterpreter):
             case "returns a view":
                 return _unknown_views(arguments)
             case _:  # Numba rejects stores of its own functions, but an unknown function may use atomics
-                return self.add_possible_store(arguments, text, numba_rejects=function is not None)
+                return self.add_possible_store(arguments, node, numba_rejects=function is not None)
         return set()
 
     def note_indices_and_tiles(self, function: Any, node: ast.Call) -> None:
@@ -4508,9 +4513,9 @@ class _StoreAnalysis(_AbstractInterpreter):
         passed = {**dict(zip(kinds, node.args)), **{str(x.arg): x.value for x in node.keywords}}
         for name, argument in passed.items():
             if type(kinds.get(name)).__name__ == "Reference":
-                self.add_possible_store(self.stored_arrays(argument), _quote(node), numba_rejects=False)
+                self.add_possible_store(self.stored_arrays(argument), node, numba_rejects=False)
 
-    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], text: str) -> set:
+    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: Any) -> set:
         """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
         arguments = _union([*positional, *keywords.values()])
         tree = _syntax_tree(function)
@@ -4522,7 +4527,7 @@ class _StoreAnalysis(_AbstractInterpreter):
         if tree is None or is_native or tree.args.vararg:
             names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
             numba_rejects = _IGNORE_READONLY_NAMES.isdisjoint(names)
-            return self.add_possible_store(arguments, text, numba_rejects=numba_rejects)
+            return self.add_possible_store(arguments, node, numba_rejects=numba_rejects)
         parameters = [x.arg for x in tree.args.posonlyargs + tree.args.args]
         variables = {**dict(zip(parameters, positional)), **keywords}
         if tree is function:  # a nested function sees the variables around it, which may have changed since a call
@@ -4561,7 +4566,7 @@ class _StoreAnalysis(_AbstractInterpreter):
                 self.assign(target, self.evaluate(value), node)
             case ast.AugAssign(target=target, value=value):
                 self.evaluate(value)
-                self.add_store(self.stored_arrays(target), _quote(node), is_certain=True, numba_rejects=True)
+                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
             case ast.FunctionDef(name=name):
                 self.variables[name] = {node}
             case ast.Return(value=ast.expr() as value):
@@ -4581,7 +4586,7 @@ class _StoreAnalysis(_AbstractInterpreter):
                 others = {view for view in _views(self.evaluate(owner)) if view.path[:1] != (field,)}
                 self.assign(owner, others | _pack(values, field), node)
             case _:
-                self.add_store(self.stored_arrays(target), _quote(node), is_certain=True, numba_rejects=True)
+                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
 
     def stored_arrays(self, target: Any) -> set:
         """Return the arrays to which an assignment to this target stores.
@@ -4631,15 +4636,11 @@ class _StoreAnalysis(_AbstractInterpreter):
             case ast.BinOp() | ast.UnaryOp() | ast.Compare():
                 # Operators give numbers, except `+` of tuples, which gives a tuple of the same arrays.
                 return _unknown_views(view for view in _views(self.evaluate_children(node)) if view.path)
-        return self.add_possible_store(self.evaluate_children(node), _quote(node), numba_rejects=True)
+        return self.add_possible_store(self.evaluate_children(node), node, numba_rejects=True)
 
     def removes_dimension(self, index: Any) -> bool:
         """Return whether an index selects one element of a dimension, unlike a slice, `None` and `...`."""
         return not any(isinstance(x, (slice, types.NoneType, types.EllipsisType)) for x in self.evaluate(index))
-
-
-def _quote(node: ast.AST) -> str:
-    return f"`{ast.unparse(node):.80}`"
 
 
 def _user_functions(function: Any) -> list:
