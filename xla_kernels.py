@@ -4317,7 +4317,7 @@ def _unknown_views(values: Iterable[Any]) -> set:
 
 def _pack(values: Iterable[Any], field: Any) -> set:
     """Return the abstract value of a tuple or struct that has these values in one field."""
-    result = set()
+    result: set = set()
     for view in _views(values):
         is_deep = len(view.path) >= _MAX_PATH
         result |= _unknown_views({view}) if is_deep else {view._replace(path=(field, *view.path))}
@@ -4498,7 +4498,7 @@ class _StoreAnalysis(_AbstractInterpreter):
 
     def note_indices_and_tiles(self, function: Any, node: ast.Call) -> None:
         """Note how many indices a thread gets, and whether Warp's tiles are used."""
-        counts = [self.n_indices]
+        counts: list[Any] = [self.n_indices]
         if _is_warp_builtin(function):
             self.uses_tiles |= function.key.startswith(("tile", "untile"))
             if function.key == "tid":
@@ -4688,11 +4688,12 @@ def _syntax_tree(function: Any) -> Any:
 @functools.lru_cache(maxsize=8)
 def _syntax_trees(file: str, text: str) -> dict[types.CodeType, Any]:
     """Return the syntax tree of each function that is defined by `def` in a file, by its code."""
-    nodes, trees = {}, {}
+    nodes: dict[tuple[int, str], Any] = {}  # (line, name) -> tree
+    trees = {}
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
-                first_line = [*node.decorator_list, node][0].lineno
+                first_line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
                 nodes[first_line, node.name] = node
         codes = [compile(text, file, "exec", dont_inherit=True)]
         for code in codes:  # the list grows in this loop
