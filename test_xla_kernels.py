@@ -1247,9 +1247,9 @@ def test_cuda_kernel_that_is_right_is_accepted(kernel):
 @pytest.mark.parametrize("kernel", [x for x in vars(CudaNeverStores).values() if callable(x)])
 def test_cuda_kernel_that_never_stores_to_an_output_is_rejected(kernel):
     """The same holds for in-out arguments."""
-    with pytest.raises(TypeError, match="never stores to 'out'"):
+    with pytest.raises(TypeError, match="never stores to .*'out'"):
         launched_on_cuda(kernel)(spec(4))
-    with pytest.raises(TypeError, match="never stores to 'out'"):
+    with pytest.raises(TypeError, match="never stores to .*'out'"):
         launched_on_cuda(kernel, in_out_argnames=["out"])(spec(4), spec(4))
     launched_on_cuda(kernel, zero_outputs=True)(spec(4))
 
@@ -4132,6 +4132,10 @@ except AttributeError:  # before Warp 1.19
 class Box:
     pos: floats
     mass: floats
+@wp.struct
+class Scaled:
+    a: floats
+    n: float
 @wp.func
 def kick(b: Box, i: int):
     b.pos[i] = 2.0 * b.mass[i]
@@ -4872,6 +4876,7 @@ WARP_STORES = [  # statements that store in the output, and change no input
     "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
     "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
     "b = Box()\nb.pos = out\nb.mass = y\nb.pos[i] = b.mass[i]",
+    "m = Scaled()\nm.a = y\nm.n = 1.0\nm.n += 1.0\nout[i] = m.a[i] * m.n",
     "b = Box(out, y)\nkick(b, i)",
     "b = Box(pos=out, mass=y)\nc = b\nc.mass = c.pos\nb.pos[i] = b.mass[i]",
     "b = Box(out, y)\npoint_to(b, y)\nb.pos[i] = b.mass[i]",
@@ -4942,7 +4947,7 @@ def test_warp_kernel_that_never_stores_to_an_output_is_rejected(statement):
     def trace(*args, outs=like_last, **options):
         return jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *args)
 
-    message = r"never stores to 'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
+    message = r"never stores to .*'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
     with pytest.raises(TypeError, match=message):
         trace(*X_AND_Y)
     with pytest.raises(TypeError, match=message):
