@@ -1247,9 +1247,9 @@ def test_cuda_kernel_that_is_right_is_accepted(kernel):
 @pytest.mark.parametrize("kernel", [x for x in vars(CudaNeverStores).values() if callable(x)])
 def test_cuda_kernel_that_never_stores_to_an_output_is_rejected(kernel):
     """The same holds for in-out arguments."""
-    with pytest.raises(TypeError, match="never stores to .*'out'"):
+    with pytest.raises(TypeError, match=r"never stores to .*'out'"):
         launched_on_cuda(kernel)(spec(4))
-    with pytest.raises(TypeError, match="never stores to .*'out'"):
+    with pytest.raises(TypeError, match=r"never stores to .*'out'"):
         launched_on_cuda(kernel, in_out_argnames=["out"])(spec(4), spec(4))
     launched_on_cuda(kernel, zero_outputs=True)(spec(4))
 
