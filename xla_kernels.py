@@ -39,7 +39,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
 #     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
-#     8  Source analysis   the array accesses of Warp and Numba CUDA kernels
+#     8  Source analysis   the stores of Warp and Numba CUDA kernels to arrays
 #     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
@@ -4266,10 +4266,11 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Source analysis: the arrays to which the source of a Warp or Numba CUDA kernel stores.
-# Warp has no read-only arrays, and Numba CUDA's atomics, cache-hinted stores and some views ignore them.  So the syntax
-# tree of a kernel, and of the functions that it calls, is run by abstract interpretation (alias analysis):
+# Warp has no read-only arrays.  Numba CUDA does not enforce the read-only flag in atomics, cache-hinted stores and some
+# views.  So the syntax tree of a kernel, and of the functions that it calls, is run by abstract interpretation:
 #
-# - The abstract value of a variable is the set of its possible values: views of parameters, functions, modules.
+# - The abstract value of a variable is the set of its possible values: functions, modules, and views of parameters.
+#   Numbers are omitted, so the empty set means "only numbers".
 # - Branches join these sets.  Loops run to a fixpoint.
 # - Both languages are small: no lists, generators, or classes with methods.  An array that is passed to anything
 #   unknown counts as "may be stored to".
@@ -4282,7 +4283,7 @@ class _NumbaEmitter(_Emitter):
 
 
 class _AbstractInterpreter:
-    """An interpreter of Python statements; a subclass defines the abstract values of expressions."""
+    """An interpreter of Python's statements, which runs all branches.  Subclasses define the values of expressions."""
 
     def __init__(self) -> None:
         self.variables: dict[str, set] = {}  # name -> abstract value
@@ -4290,6 +4291,10 @@ class _AbstractInterpreter:
     def evaluate(self, node: Any) -> set:
         """Return the abstract value of an expression."""
         raise NotImplementedError
+
+    def evaluate_children(self, node: Any) -> set:
+        """Return the union of the abstract values of the parts of an expression."""
+        return _union(map(self.evaluate, ast.iter_child_nodes(node)))
 
     def run(self, nodes: Iterable[Any]) -> None:
         """Run statements, or evaluate expressions, one after the other."""
@@ -4302,46 +4307,55 @@ class _AbstractInterpreter:
                 self.evaluate(test)
                 self.run_branches(body, orelse)
             case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                # "any index" is an unbound name, so its value is the empty set: an unknown number.
                 item = ast.Subscript(iterated, ast.Name("any index"))
-                self.run_loop([ast.copy_location(ast.Assign([target], item), node), *body])
-                self.run(orelse)
+                self.run_loop([ast.copy_location(ast.Assign([target], item), node), *body, *orelse])
             case ast.While(test=test, body=body, orelse=orelse):
-                self.run_loop([test, *body])
-                self.run(orelse)
+                self.run_loop([test, *body, *orelse])
             case ast.expr():
                 self.evaluate(node)
-            case ast.AST():  # another statement: its expressions run, and its blocks may run
-                for _, field in ast.iter_fields(node):
-                    self.run_branches(field if isinstance(field, list) else [field], [])
+            case _:  # another statement: each of its parts may run
+                for child in ast.iter_child_nodes(node):
+                    self.run_branches([child], [])
 
-    def run_branches(self, *blocks: Sequence[Any]) -> None:
+    def run_branches(self, first: Iterable[Any], second: Iterable[Any]) -> None:
         """Run alternatives from the same start, and join their results."""
-        before = self.variables
-        joined: dict[str, set] = {}
-        for block in blocks:
-            self.variables = dict(before)
-            self.run(block)
-            for name, values in self.variables.items():
-                joined[name] = joined.get(name, set()) | values
-        self.variables = joined
+        start = dict(self.variables)
+        self.run(first)
+        after_first, self.variables = self.variables, start
+        self.run(second)
+        for name, values in after_first.items():
+            self.variables[name] = self.variables.get(name, set()) | values
 
     def run_loop(self, body: Sequence[Any]) -> None:
-        """Run a loop until no abstract value changes."""
+        """Run a loop until no abstract value changes.
+
+        The loop ends because sets only grow, and a function has finitely many abstract values.
+        """
         before = None
         while self.variables != before:
-            before = self.variables
+            before = dict(self.variables)
             self.run_branches(body, [])
+
+
+def _union(sets: Iterable[set]) -> set:
+    return set().union(*sets)
+
+
+_UNKNOWN_NDIM = math.inf
+_MAX_PATH = 8  # bounds the abstract values of `t = (t, x)` in a loop
 
 
 class _ArrayView(NamedTuple):
     """An array in the memory of a parameter.
 
-    The abstract value of a tuple or struct is the set of the arrays in it, each with the path of fields to it.
+    A tuple or struct has no value of its own: it is the set of its arrays, each with its `path`.  For example,
+    `(x, (y, 2))` is the set of a view of `x` with the path `(0,)`, and a view of `y` with the path `(1, 0)`.
     """
 
     parameter: str
-    ndim: float = math.inf  # infinite if unknown; then it may also be a struct of unknown fields
-    path: tuple[Any, ...] = ()
+    ndim: float = _UNKNOWN_NDIM  # a view of unknown ndim may also be a tuple or struct
+    path: tuple[Any, ...] = ()  # indices of tuples and names of fields, the outermost first
     ignores_readonly: bool = False  # Numba CUDA takes this view for writable, even if the parameter is read-only
 
 
@@ -4349,27 +4363,32 @@ def _views(values: Iterable[Any]) -> list[_ArrayView]:
     return [value for value in values if isinstance(value, _ArrayView)]
 
 
-def _unknown_views(values: Iterable[Any], ignores_readonly: bool = False) -> set:
+def _unknown_views(values: Iterable[Any]) -> set:
     """Return views of these arrays with unknown dimensions."""
-    return {_ArrayView(x.parameter, ignores_readonly=ignores_readonly or x.ignores_readonly) for x in _views(values)}
+    return {view._replace(ndim=_UNKNOWN_NDIM, path=()) for view in _views(values)}
 
 
 def _pack(values: Iterable[Any], field: Any) -> set:
     """Return the abstract value of a tuple or struct that has these values in one field."""
-    return {view._replace(path=(field, *view.path)) for view in _views(values)}
+    result: set = set()
+    for view in _views(values):
+        is_deep = len(view.path) >= _MAX_PATH
+        result |= _unknown_views({view}) if is_deep else {view._replace(path=(field, *view.path))}
+    return result
 
 
 def _unpack(values: Iterable[Any], field: Any) -> set:
     """Return the arrays in a field of a tuple or struct."""
-    return {
-        view._replace(path=view.path[1:])
-        for view in _views(values)
-        if view.path[:1] == (field,) or (not view.path and view.ndim == math.inf)
-    }
+    result = set()
+    for view in _views(values):
+        if view.path[:1] == (field,) or (not view.path and view.ndim == _UNKNOWN_NDIM):
+            result.add(view._replace(path=view.path[1:]))
+    return result
 
 
 # -- 8.2 Library functions -----------------------------------------------------------------------------
-# A library function is recognized as an object, or by its module, because helpers may have the same names.
+# A library function is recognized by identity or by its module, not by its name, because helpers may have the same
+# names.  The exception are Warp's builtins, because Warp itself resolves them by name.
 
 # The effect of a builtin of Warp on an array argument; any other builtin may store to it.
 _WARP_EFFECTS = {
@@ -4377,13 +4396,15 @@ _WARP_EFFECTS = {
     "tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",  # to the first argument
     "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
     "volume_sample_grad_index",
-    "returns it": "copy select where",
+    "returns argument": "copy select where",
     "returns a view": "array view",
 }
 _WARP_EFFECT_OF = {name: effect for effect, names in _WARP_EFFECTS.items() for name in names.split()}
 _CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # beside the functions of `cuda.atomic`
+# Names in the code of a CUDA kernel whose stores may ignore the read-only flag.
+_IGNORE_READONLY_NAMES = _CUDA_STORES | {"atomic", "flat", "view"}
 _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
-_GLOBAL = "global "  # prefix of the name of a global device array, which is treated like a parameter
+_GLOBAL_PREFIX = "global "  # of the name of a global device array, which is treated like a parameter
 
 
 def _effect(function: Any) -> str:
@@ -4393,7 +4414,8 @@ def _effect(function: Any) -> str:
     *modules, name = _library_name(function).split(".")
     if "atomic" in modules or name in _CUDA_STORES:
         return "stores"
-    return "returns a view" if isinstance(function, type) else "unknown"  # such as a named tuple
+    is_class = isinstance(function, type)  # such as a named tuple; numba.cuda's functions are classes, too
+    return "returns a view" if is_class else "unknown"
 
 
 def _is_warp_builtin(function: Any) -> bool:
@@ -4411,7 +4433,8 @@ def _warp_function(value: Any, node: Any) -> Any:
 def _library_name(function: Any) -> str:
     """Return the name of a library function with its module, otherwise an empty string.
 
-    The simulator has functions such as `cuda.grid` only while a kernel runs.  Then `function` is the name.
+    The simulator has functions such as `cuda.grid` only while a kernel runs.  Otherwise the attribute is missing, and
+    `_attribute` returns its dotted name instead.
     """
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     name = function if isinstance(function, str) else name
@@ -4423,24 +4446,26 @@ def _attribute(owner: Any, name: str) -> set:
     if isinstance(owner, _ArrayView):
         if owner.path:
             return _unpack({owner}, name)
-        return set() if name in _ARRAY_METADATA else _unknown_views({owner}, ignores_readonly=name in ("flat", "view"))
-    with contextlib.suppress(Exception):  # attributes that are missing or have no hash
+        view = owner._replace(ndim=_UNKNOWN_NDIM, ignores_readonly=owner.ignores_readonly or name in ("flat", "view"))
+        return set() if name in _ARRAY_METADATA else {view}
+    try:
         return {getattr(owner, name)}
-    return {f"{getattr(owner, '__name__', owner)}.{name}"}
+    except Exception:  # the attribute is missing, or has no hash
+        return {f"{getattr(owner, '__name__', owner)}.{name}"}
 
 
-# -- 8.3 Accesses to arrays ----------------------------------------------------------------------------
+# -- 8.3 Stores to arrays ------------------------------------------------------------------------------
 
 
-class _Access(NamedTuple):
+class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
-    text: str  # source code
+    text: str  # the source in backticks, or a reason
     is_certain: bool
-    is_guarded: bool  # Numba CUDA rejects it if the array is read-only
+    numba_rejects: bool  # Numba CUDA raises an error if the array is read-only
 
 
-class _ArrayAccesses(_AbstractInterpreter):
+class _StoreAnalysis(_AbstractInterpreter):
     """The stores of a kernel, and of the functions that it calls, to the arrays of its parameters.
 
     `arguments` has the abstract argument of each parameter of the kernel: a view, or None if it is not an array.
@@ -4448,124 +4473,134 @@ class _ArrayAccesses(_AbstractInterpreter):
 
     def __init__(self, kernel: Any, arguments: Sequence[_ArrayView | None]) -> None:
         super().__init__()
-        self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)  # by parameter
-        self.replayed: set[str] = set()  # parameters to which Warp's adjoint of the kernel stores again
+        self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
+        # Parameters to which Warp's adjoint of the kernel stores again.  It repeats the loads, calls and local
+        # assignments of the kernel, but no store to an element.  Calls, and stores to components, are repeated whole.
+        self.stored_in_replay: set[str] = set()
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` or `cuda.grid(n)` returns
         self.uses_tiles = False  # of Warp
-        self.has_own_code = False  # functions without source, C++ code, or adjoints of the user's
+        self.has_opaque_code = False  # functions without source, C++ code, or adjoints of the user's
         self.is_warp = hasattr(kernel, "adj")
         # (function, arguments) -> returned value, for each function that was interpreted, or is being interpreted
         self.results: dict[tuple[Any, frozenset], set] = {}
-        self.n_targets: dict[ast.expr, int] = {}  # call -> how many variables it is assigned to
+        self.n_assigned: dict[ast.expr, int] = {}  # expression -> how many variables it is assigned to
         self.depth = 0  # of calls
         positional = [{view} - {None} for view in arguments]
-        start = ast.Call(ast.Name("source not found: kernel"), [], [])
         try:
-            self.call(kernel, positional, {}, start)
+            self.call_user_function(kernel, positional, {}, "its source is not available")
         except RecursionError:  # in sums of hundreds of terms
-            self.note_unknown(set().union(*positional), start)
+            self.add_possible_store(_union(positional), "an expression of it is nested too deeply", numba_rejects=False)
 
-    def note(self, values: Iterable[Any], node: ast.AST, is_certain: bool = True, is_guarded: bool = False) -> None:
-        """Note a store to arrays."""
+    def add_store(self, values: Iterable[Any], node: Any, *, is_certain: bool, numba_rejects: bool) -> None:
+        """Add a store to arrays.  `node` is the syntax tree of the store, or a reason to expect one.
+
+        A view that ignores the flag still counts as rejected if the store is only possible.  Otherwise `x.view(...)`,
+        which is the call of an unknown method of such a view, would be an error.
+        """
         for view in _views(values):
-            is_rejected = is_guarded and not (is_certain and view.ignores_readonly)
-            access = _Access(ast.unparse(node), is_certain, is_rejected)
-            self.accesses[view.parameter].append(access)
+            text = node if isinstance(node, str) else f"`{ast.unparse(node):.80}`"
+            is_rejected = numba_rejects and not (is_certain and view.ignores_readonly)
+            self.stores[view.parameter].append(_Store(text, is_certain, is_rejected))
             if self.depth > 1 or not is_certain:
-                self.replayed.add(view.parameter)
+                self.stored_in_replay.add(view.parameter)
 
-    def note_unknown(self, values: Iterable[Any], node: ast.AST, is_guarded: bool = True) -> set:
-        """Note that these arrays may be stored to, and return the views that an unknown expression may result in."""
-        self.note(values, node, is_certain=False, is_guarded=is_guarded)
+    def add_possible_store(self, values: Iterable[Any], node: Any, *, numba_rejects: bool) -> set:
+        """Add possible stores to arrays, and return the views that an unknown expression of them may result in."""
+        self.add_store(values, node, is_certain=False, numba_rejects=numba_rejects)
         return _unknown_views(values)
 
     # -- functions --
 
+    def evaluate_call(self, node: ast.Call) -> set:
+        positional = [self.evaluate(x) for x in node.args]
+        keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
+        functions = self.evaluate(node.func) or {None}  # None: an unknown function
+        methods = _views(functions)  # an attribute of an array that is called is a method
+        if methods:
+            return self.add_possible_store(methods, node, numba_rejects=True)
+        if any(isinstance(x, ast.Starred) for x in node.args):
+            functions, positional = {None}, [_union(positional)]
+        return _union(self.call(function, positional, keywords, node) for function in functions)
+
     def call(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
         """Interpret a call and return its abstract value."""
-        if function is slice:
-            return {slice(None)}
         if self.is_warp:
             function = _warp_function(function, node.func)
-        if overloads := self.user_functions(function):
-            return set().union(*[self.call_user_function(x, positional, keywords, node) for x in overloads])
-        self.note_launch(function, node)
-        arguments = set().union(*positional, *keywords.values())
+        arguments = _union([*positional, *keywords.values()])
+        if overloads := _user_functions(function):
+            self.add_stores_by_reference(function, node)
+            return _union(self.call_user_function(x, positional, keywords, node) for x in overloads)
+        self.note_indices_and_tiles(function, node)
+        if function is slice:
+            return {slice(None)}
         if hasattr(function, "vars"):  # a struct of Warp
             fields = {**dict(zip(function.vars, positional)), **keywords}
-            return set().union(*[_pack(values, field) for field, values in fields.items()])
+            return _union(_pack(values, field) for field, values in fields.items())
         match _effect(function):
             case "stores":
-                self.note(positional[0] if positional else arguments, node)
-            case "returns it":
+                self.add_store(positional[0] if positional else arguments, node, is_certain=True, numba_rejects=False)
+            case "reads":
+                pass
+            case "returns argument":
                 return arguments
             case "returns a view":
                 return _unknown_views(arguments)
-            case "unknown":
-                return self.note_unknown(arguments, node)
+            case _:  # Numba rejects stores of its own functions, but an unknown function may use atomics
+                return self.add_possible_store(arguments, node, numba_rejects=function is not None)
         return set()
 
-    def note_launch(self, function: Any, node: ast.Call) -> None:
+    def note_indices_and_tiles(self, function: Any, node: ast.Call) -> None:
         """Note how many indices a thread gets, and whether Warp's tiles are used."""
+        counts: list[Any] = [self.n_indices]
         if _is_warp_builtin(function):
             self.uses_tiles |= function.key.startswith(("tile", "untile"))
             if function.key == "tid":
-                self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
+                counts.append(self.n_assigned.get(node, 1))
         elif _library_name(function).endswith(".grid"):
-            counts: list[Any] = [x.value for x in node.args if isinstance(x, ast.Constant)]
-            self.n_indices = max([self.n_indices, *counts])
+            counts += [x.value for x in node.args if isinstance(x, ast.Constant)]
+        self.n_indices = max(counts)
 
-    def user_functions(self, function: Any) -> list:
-        """Return a function if it is the user's; return all overloads of a Warp function, because any may be called."""
-        if isinstance(function, ast.AST):  # a nested function
-            return [function]
-        if hasattr(function, "user_overloads"):
-            overloads = *function.user_overloads.values(), *function.user_templates.values()
-            return [] if function.is_builtin() else [function, *overloads]
-        python = _py_func(function)
-        is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
-        return [function] if is_jitted and not _is_library_module(python.__module__) else []
-
-    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
-        """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
-        arguments = set().union(*positional, *keywords.values())
-        self.note_references(function, node)
-        own_code = [getattr(function, x, None) for x in ("native_snippet", "custom_grad_func", "custom_replay_func")]
-        tree = _syntax_tree(function)
-        if tree is None or any(own_code):
-            self.has_own_code = True
-            self.replayed |= {view.parameter for view in _views(arguments)}
-        if tree is None or own_code[0] or tree.args.vararg:
-            names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-            is_guarded = {"atomic", "flat", "view", *_CUDA_STORES}.isdisjoint(names)
-            return self.note_unknown(arguments, node, is_guarded)
-        parameters = [x.arg for x in (*tree.args.posonlyargs, *tree.args.args)]
-        variables = {**dict(zip(parameters, positional)), **keywords}
-        key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
-        if key not in self.results:
-            self.results[key] = set()  # for a function that calls itself
-            self.results[key] = self.run_function(function, tree, variables)
-        return self.results[key]
-
-    def note_references(self, function: Any, node: ast.Call) -> None:
-        """Note that a Warp function may store to each element that it gets by reference (Warp >= 1.19)."""
+    def add_stores_by_reference(self, function: Any, node: ast.Call) -> None:
+        """Add possible stores to the elements that a Warp function gets by reference (Warp >= 1.19)."""
         kinds = getattr(function, "input_types", {})
         passed = {**dict(zip(kinds, node.args)), **{str(x.arg): x.value for x in node.keywords}}
         for name, argument in passed.items():
             if type(kinds.get(name)).__name__ == "Reference":
-                self.note_unknown(self.stored_arrays(argument), node)
+                self.add_possible_store(self.stored_arrays(argument), node, numba_rejects=False)
 
-    def run_function(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
-        """Run the body of a function and return the abstract value that it returns."""
-        caller = self.variables
-        if tree is not function:  # a nested function sees the variables of the function around it
-            self.variables = {}
+    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: Any) -> set:
+        """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
+        arguments = _union([*positional, *keywords.values()])
+        tree = _syntax_tree(function)
+        is_native = getattr(function, "native_snippet", None)
+        custom_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
+        if tree is None or is_native or custom_adjoint:
+            self.has_opaque_code = True
+            self.stored_in_replay |= {view.parameter for view in _views(arguments)}
+        if tree is None or is_native or tree.args.vararg:
+            names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
+            numba_rejects = _IGNORE_READONLY_NAMES.isdisjoint(names)
+            return self.add_possible_store(arguments, node, numba_rejects=numba_rejects)
+        parameters = [x.arg for x in tree.args.posonlyargs + tree.args.args]
+        variables = {**dict(zip(parameters, positional)), **keywords}
+        if tree is function:  # a nested function sees the variables around it, which may have changed since a call
+            return self.run_function(tree, {**self.variables, **variables})
+        key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
+        if key not in self.results:
+            self.results[key] = _unknown_views(arguments)  # for a function that calls itself
             for name, value in _captured_variables(_py_func(function)).items():
                 with contextlib.suppress(TypeError):  # no hash
-                    self.variables[name] = {_ArrayView(_GLOBAL + name) if _is_device_array(value) else value}
-        self.variables = {**self.variables, **arguments, "return": set()}
+                    captured = {_ArrayView(_GLOBAL_PREFIX + name) if _is_device_array(value) else value}
+                    variables.setdefault(name, captured)
+            self.results[key] = self.run_function(tree, variables)
+        return self.results[key]
+
+    def run_function(self, tree: Any, variables: dict[str, set]) -> set:
+        """Run the body of a function and return the abstract value that it returns."""
+        caller = self.variables
+        self.variables = {**variables, "return": set()}
         self.depth += 1
-        self.run(tree.body if isinstance(tree.body, list) else [ast.Return(tree.body)])
+        self.run([ast.Return(tree.body)] if isinstance(tree, ast.Lambda) else tree.body)
         self.depth -= 1
         returned = self.variables["return"]
         self.variables = caller
@@ -4576,7 +4611,7 @@ class _ArrayAccesses(_AbstractInterpreter):
     def run_statement(self, node: Any) -> None:
         match node:
             case ast.Assign(targets=targets, value=value):
-                self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
+                self.n_assigned[value] = len(targets[0].elts) if isinstance(targets[0], ast.Tuple) else 1
                 values = self.evaluate(value)
                 for target in targets:
                     self.assign(target, values, node)
@@ -4584,7 +4619,7 @@ class _ArrayAccesses(_AbstractInterpreter):
                 self.assign(target, self.evaluate(value), node)
             case ast.AugAssign(target=target, value=value):
                 self.evaluate(value)
-                self.note(self.stored_arrays(target), node, is_guarded=True)
+                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
             case ast.FunctionDef(name=name):
                 self.variables[name] = {node}
             case ast.Return(value=ast.expr() as value):
@@ -4593,29 +4628,36 @@ class _ArrayAccesses(_AbstractInterpreter):
                 super().run_statement(node)
 
     def assign(self, target: Any, values: set, node: Any) -> None:
-        path, root = _field_path(target)
-        match root:
-            case ast.Name(id=name) if path:  # a field of a local struct, which Warp copies on assignments and calls
-                kept = {x for x in self.variables.get(name, set()) if getattr(x, "path", path)[: len(path)] != path}
-                self.variables[name] = kept | {x._replace(path=path + x.path) for x in _views(values)}
+        match target:
             case ast.Name(id=name):
                 self.variables[name] = values
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for i, part in enumerate(targets):
                     self.assign(part, _indexed(values, [ast.Constant(i)]), node)
+            case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=field):
+                # A field of a local struct.  Warp copies structs on assignments and calls, so no other one changes.
+                others = {view for view in _views(self.evaluate(owner)) if view.path[:1] != (field,)}
+                self.assign(owner, others | _pack(values, field), node)
             case _:
-                self.note(self.stored_arrays(target), node, is_guarded=True)
+                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
 
     def stored_arrays(self, target: Any) -> set:
-        """Return the arrays to which an assignment to this target stores."""
+        """Return the arrays to which an assignment to this target stores.
+
+        For `x[i]` and its component `x[i][0]` this is `x`; for `s.a[i]` it is the array in field `a` of a struct.
+        """
         self.evaluate(target)  # and the indices in it
-        node = getattr(target, "value", target)
-        arrays = set(_views(self.evaluate(node)))
-        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):  # a component of an element: x[i][0]
+        node = target if isinstance(target, ast.Name) else target.value
+        arrays = self.evaluate_arrays(node)
+        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):  # a component of an element
             node = node.value
-            arrays = {view for view in _views(self.evaluate(node)) if not view.path}
-            self.replayed |= {view.parameter for view in arrays}
+            arrays = self.evaluate_arrays(node)
+            self.stored_in_replay |= {view.parameter for view in arrays}
         return arrays
+
+    def evaluate_arrays(self, node: Any) -> set:
+        """Return the possible arrays of an expression, without those in tuples and structs."""
+        return {view for view in _views(self.evaluate(node)) if not view.path}
 
     # -- expressions --
 
@@ -4627,69 +4669,54 @@ class _ArrayAccesses(_AbstractInterpreter):
             case ast.Name(id=name):
                 return self.variables.get(name, set())
             case ast.Constant(value=value):
-                return {value} & {None, ...}
+                return {value} if value in (None, ...) else set()  # indices that are not numbers
             case ast.Attribute(value=owner, attr=name):
-                return set().union(*[_attribute(x, name) for x in self.evaluate(owner)])
+                return _union(_attribute(x, name) for x in self.evaluate(owner))
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _indexed(self.evaluate(owner), list(filter(self.removes_dimension, indices)))
+                return _indexed(self.evaluate(owner), [x for x in indices if self.removes_dimension(x)])
+            case ast.Slice():
+                self.evaluate_children(node)
+                return {slice(None)}
             case ast.Call():
                 return self.evaluate_call(node)
             case ast.Tuple(elts=items):
-                return set().union(*[_pack(self.evaluate(item), i) for i, item in enumerate(items)])
+                return _union(_pack(self.evaluate(item), i) for i, item in enumerate(items))
             case ast.Lambda():
                 return {node}
-        values = set().union(*map(self.evaluate, ast.iter_child_nodes(node)))
-        match node:
-            case ast.Slice():
-                return {slice(None)}
             case ast.IfExp() | ast.BoolOp():
-                return values
+                return self.evaluate_children(node)
             case ast.BinOp() | ast.UnaryOp() | ast.Compare():
-                return _unknown_views(view for view in _views(values) if view.path)  # of a sum of tuples
-        return self.note_unknown(values, node)
+                # Operators give numbers, except `+` of tuples, which gives a tuple of the same arrays.
+                return _unknown_views(view for view in _views(self.evaluate_children(node)) if view.path)
+        return self.add_possible_store(self.evaluate_children(node), node, numba_rejects=True)
 
     def removes_dimension(self, index: Any) -> bool:
         """Return whether an index selects one element of a dimension, unlike a slice, `None` and `...`."""
         return not any(isinstance(x, (slice, types.NoneType, types.EllipsisType)) for x in self.evaluate(index))
 
-    def evaluate_call(self, node: ast.Call) -> set:
-        positional = [self.evaluate(x) for x in node.args]
-        keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
-        functions = self.evaluate(node.func) or {None}
-        if methods := _views(functions):  # of arrays
-            return self.note_unknown(methods, node)
-        if any(isinstance(x, ast.Starred) for x in node.args):
-            return self.note_unknown(set().union(*positional, *keywords.values()), node, is_guarded=False)
-        return set().union(*[self.call(function, positional, keywords, node) for function in functions])
+
+def _user_functions(function: Any) -> list:
+    """Return a function if it is the user's; return all overloads of a Warp function, because any may be called."""
+    if hasattr(function, "user_overloads"):
+        overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
+        return [] if function.is_builtin() else overloads
+    python = _py_func(function)
+    is_jitted = isinstance(python, types.FunctionType) and python is not function
+    is_users = is_jitted and not _is_library_module(python.__module__)
+    return [function] if is_users or isinstance(function, ast.AST) else []  # or a nested function
 
 
 def _indexed(values: Iterable[Any], indices: Sequence[Any]) -> set:
-    """Return the abstract value of an array with these indices, or of a tuple with one index."""
+    """Return the abstract value of an array or tuple with the indices that each remove a dimension."""
     result = set()
     for view in _views(values):
-        if not view.path and view.ndim > len(indices):
-            result.add(view._replace(ndim=view.ndim - len(indices)))
-        elif view.path:
+        if view.path:
             index = getattr(indices[0], "value", None) if indices else None
             result |= _unpack({view}, index) if isinstance(index, int) else _unknown_views({view})
+        elif view.ndim > len(indices):
+            result.add(view._replace(ndim=view.ndim - len(indices)))
     return result
-
-
-def _field_path(target: Any) -> tuple[tuple[str, ...], Any]:
-    """Return (fields, root): (("b", "c"), a) for `a.b.c`."""
-    path: tuple[str, ...] = ()
-    while isinstance(target, ast.Attribute):
-        path = target.attr, *path
-        target = target.value
-    return path, target
-
-
-def _root(target: Any) -> Any:
-    """Return the variable in a target such as `a.b[i].c`."""
-    while isinstance(target, (ast.Subscript, ast.Attribute)):
-        target = target.value
-    return target
 
 
 def _is_device_array(value: Any) -> bool:
@@ -4713,82 +4740,89 @@ def _syntax_tree(function: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _syntax_trees(file: str, text: str) -> dict[types.CodeType, Any]:
-    """Return the syntax tree of each function in a file by its code; omit lambdas that share a line."""
-    nodes = collections.defaultdict(list)  # (line, name) -> trees
+    """Return the syntax tree of each function that is defined by `def` in a file, by its code."""
+    nodes: dict[tuple[int, str], Any] = {}  # (line, name) -> tree
     trees = {}
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-                first_line = [*getattr(node, "decorator_list", ()), node][0].lineno
-                nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
+            if isinstance(node, ast.FunctionDef):
+                first_line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+                nodes[first_line, node.name] = node
         codes = [compile(text, file, "exec", dont_inherit=True)]
         for code in codes:  # the list grows in this loop
             codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            candidates = nodes[code.co_firstlineno, code.co_name]
-            if len(candidates) == 1:
-                trees[code] = candidates[0]
+            trees[code] = nodes.get((code.co_firstlineno, code.co_name))
     return trees
 
 
 # -- 8.5 Checks ----------------------------------------------------------------------------------------
 
 
-def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap, is_guarded: bool = True) -> None:
+def _check_argument_map(
+    wrapper: _NumbaWrapper, call: _CallParams, argument_map: _ArgumentMap, inputs_are_readonly: bool
+) -> None:
     """Check the stores of a Numba CUDA kernel to the buffers that this argument map gives it."""
     specs = call.ins + call.outs
     arguments: list[_ArrayView | None] = []
     buffers: dict[str, int] = {}
-    for position, buffer in enumerate(form.args):
+    for position, buffer in enumerate(argument_map.args):
         name = wrapper.parameters[position] if position < len(wrapper.parameters) else f"argument {position}"
-        if buffer in form.scalars:
+        if buffer in argument_map.scalars:
             arguments.append(None)
         else:
             arguments.append(_ArrayView(name, len(specs[buffer].shape)))
             buffers[name] = buffer
-    _check_accesses(wrapper, call, _ArrayAccesses(wrapper.kernel, arguments), buffers, is_guarded)
+    _check_stores(wrapper, call, _StoreAnalysis(wrapper.kernel, arguments), buffers, inputs_are_readonly)
 
 
-def _check_accesses(
-    wrapper: _Wrapper, call: _CallParams, accesses: _ArrayAccesses, buffers: Mapping[str, int], is_guarded: bool
+def _check_stores(
+    wrapper: _Wrapper,
+    call: _CallParams,
+    analysis: _StoreAnalysis,
+    buffers: Mapping[str, int],
+    inputs_are_readonly: bool,
 ) -> None:
     """Raise an error if a kernel stores to an input, or never stores to an output or in-out argument.
 
-    `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  If
-    `is_guarded` is true, the compiler rejects stores to read-only arrays that it recognizes.
+    `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  An
+    in-out argument is an input that an output is aliased to.  If `inputs_are_readonly` is true, inputs are passed as
+    read-only arrays, so the stores that Numba CUDA rejects are left to it.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
-    stored = {buffer for name, buffer in buffers.items() if accesses.accesses[name]}
+    stored = {buffer for name, buffer in buffers.items() if analysis.stores[name]}
     stored |= {n_in + aliases[i] for i in stored if i in aliases}  # the same memory
     for name, buffer in buffers.items():
         if buffer < n_in and buffer not in aliases:
-            for access in accesses.accesses[name]:
-                if not (is_guarded and access.is_guarded):
-                    raise _written_input_error(wrapper.title, name, access)
+            for store in analysis.stores[name]:
+                if not (inputs_are_readonly and store.numba_rejects):
+                    raise _written_input_error(wrapper.title, name, store)
         is_result = n_in <= buffer < n_in + call.n_results
-        if is_result and buffer not in stored and wrapper.options.zero_outputs is None:
+        is_checked = wrapper.options.zero_outputs is None  # the user may want zeros, or garbage
+        if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...")
 
 
-def _written_input_error(title: str, name: str, access: _Access) -> TypeError:
+def _written_input_error(title: str, name: str, store: _Store) -> TypeError:
     """Return the error for a store to an input."""
-    writes = "writes" if access.is_certain else "may write"
+    writes = "writes" if store.is_certain else "may write"
     return TypeError(
-        f"Inputs are read-only, because JAX may share them. {title} {writes} to input {name!r} "
-        f"(`{access.text:.80}`). Write to an output, as in `out[i] = ...`, list {name!r} in in_out_argnames, or start "
-        f"an output from {name!r} by input_output_aliases."
+        f"Inputs are read-only, because JAX may share them. {title} {writes} to input {name!r} ({store.text}). Write "
+        f"to an output, as in `out[i] = ...`, list {name!r} in in_out_argnames, or initialize an output with {name!r} "
+        "through input_output_aliases."
     )
 
 
 def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, function: str) -> None:
     """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
 
-    If it is larger, threads repeat the same work.  If it is smaller, an index is always 0.
+    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
     """
     if n_dims != n_indices:
         raise ValueError(
             f"launch_dims needs one number for each index of a thread, and none for the elements of vectors. {title}: "
-            f"{launch} is for {n_dims} indices, but {function} gives {n_indices}. Give launch_dims {n_indices} numbers."
+            f"{launch} has {n_dims} dimensions, but {function} gives {n_indices} indices. Give launch_dims {n_indices} "
+            "numbers."
         )
 
 
@@ -5093,14 +5127,14 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_configuration(call.ins, _ArrayAccesses(self.kernel, []).n_indices)
+        launch = self._launch_configuration(call.ins, _StoreAnalysis(self.kernel, []).n_indices)
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
         is_checked = self.options.zero_outputs is None
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
             handler = None
-            is_guarded = True
+            inputs_are_readonly = True
             if package.runs_here:
                 compile_kernel = functools.partial(package.compile, self.kernel, argument_map, in_order, signature)
                 try:
@@ -5109,8 +5143,8 @@ class _CudaKernel(_CudaWrapper):
                     if not _has_helper_with_signature(self.kernel):
                         raise
                     handler = compile_kernel(readonly=False)
-                    is_guarded = False
-            _check_form(self, call, argument_map, is_guarded)
+                    inputs_are_readonly = False
+            _check_argument_map(self, call, argument_map, inputs_are_readonly)
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
@@ -5622,9 +5656,9 @@ _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
-    source = _ArrayAccesses(kernel, [])
+    analysis = _StoreAnalysis(kernel, [])
     names = [name for name, value in _all_captured_values(kernel) if _is_device_array(value)]
-    return [name for name in names if source.has_own_code or source.accesses[_GLOBAL + name]]
+    return [name for name in names if analysis.has_opaque_code or analysis.stores[_GLOBAL_PREFIX + name]]
 
 
 def _write_xla_query(handler: _HandlerBuilder, frame: _StructPointer, function: str, kind: Any) -> Any:
@@ -6055,7 +6089,7 @@ class _WarpKernelWithValues(_Wrapper):
         for number, (name, spec) in enumerate(zip(names, specs)):
             self._check_array(name, spec, is_input=number < n_in, is_result=number < n_in + call.n_results)
         buffers = {name: number for number, name in enumerate(names)}  # of an in-out argument: the output
-        _check_accesses(self, call, _warp_array_accesses(self.kernel), buffers, is_guarded=False)
+        _check_stores(self, call, _warp_store_analysis(self.kernel), buffers, inputs_are_readonly=False)
         _warn_of_deferred_static(self.kernel, self.title)
         return self._target(call, {(name, "data"): number for name, number in buffers.items()}, call.ins)
 
@@ -6118,11 +6152,11 @@ class _WarpKernelWithValues(_Wrapper):
     def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
         launch_dims = self._option_value("launch_dims", user_ins)
-        accesses = _warp_array_accesses(self.kernel)
+        analysis = _warp_store_analysis(self.kernel)
         if launch_dims is None:
             launch_dims = self._default_launch_dims(array_dims, self._argument_names(user_ins))
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
-            _check_n_indices(self.title, shown, len(launch_dims), accesses.n_indices, "wp.tid()")
+            _check_n_indices(self.title, shown, len(launch_dims), analysis.n_indices, "wp.tid()")
         most_dims = _WARP_MAX_DIMS - self.options.tiled
         problem = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
@@ -6131,9 +6165,9 @@ class _WarpKernelWithValues(_Wrapper):
         )
         dims = _ints(launch_dims, problem)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        has_blocks = self.options.tiled or accesses.uses_tiles
-        if accesses.n_indices and not has_blocks:
-            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), accesses.n_indices, "wp.tid()")
+        has_blocks = self.options.tiled or analysis.uses_tiles
+        if analysis.n_indices and not has_blocks:
+            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), analysis.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(problem)
         return dims
@@ -6194,10 +6228,10 @@ class _WarpKernelWithValues(_Wrapper):
         """
         input_names = self.parameters[: len(args)]
         output_names = self.parameters[len(args) :]
-        replayed = _warp_array_accesses(self.kernel).replayed
+        stored_in_replay = _warp_store_analysis(self.kernel).stored_in_replay
         arrays = []
         for name, spec in zip(self.parameters, [*args, *outs], strict=True):
-            arrays.append(_AdjointArray(name, "data", "overwritten" if name in replayed else "read", spec))
+            arrays.append(_AdjointArray(name, "data", "overwritten" if name in stored_in_replay else "read", spec))
         arrays += [_AdjointArray(output_names[j], "grad", "overwritten", outs[j]) for j in _float_numbers(outs)]
         arrays += [_AdjointArray(input_names[i], "grad", "result", args[i]) for i in _float_numbers(args)]
         operands = [array for array in arrays if array.role != "result"]
@@ -6464,14 +6498,14 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {content: `_ArrayAccesses`}
+_WARP_SOURCES = _BoundedCache()  # {content: `_StoreAnalysis`}
 
 
-def _warp_array_accesses(kernel: Any) -> _ArrayAccesses:
+def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     """Return what the source of a kernel does to its arrays."""
     content = _warp_content(kernel)
     given = [_ArrayView(arg.label, arg.type.ndim) if hasattr(arg.type, "ndim") else None for arg in kernel.adj.args]
-    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _ArrayAccesses(kernel, given))
+    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _StoreAnalysis(kernel, given))
 
 
 # Warp evaluates `wp.static(table[j])` only when it builds a kernel, if `j` is the variable of a loop.  Before that, it
@@ -6697,7 +6731,7 @@ class _WarpTarget(_Target):
         )
 
     def _uses_blocks(self) -> bool:
-        return self.is_tiled or _warp_array_accesses(self.kernel).uses_tiles
+        return self.is_tiled or _warp_store_analysis(self.kernel).uses_tiles
 
     # -- reading the recorded launch -------------------------------------------------------------------
 
@@ -6717,7 +6751,7 @@ class _WarpTarget(_Target):
         """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
-        if n_threads % threads_per_block and _warp_array_accesses(self.kernel).uses_tiles:
+        if n_threads % threads_per_block and _warp_store_analysis(self.kernel).uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads_per_block} threads of a block work on a tile. "
                 f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
@@ -6771,7 +6805,7 @@ class _WarpEmitter(_Emitter):
     def _prepare_for_cpu(self, target: _WarpTarget, entry: int) -> None:
         self.launch = self.words
         self.kernel_address = entry
-        if _warp_array_accesses(target.kernel).uses_tiles:
+        if _warp_store_analysis(target.kernel).uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock_address)
@@ -6847,7 +6881,7 @@ def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
 
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
-    if _warp_array_accesses(kernel).has_own_code or kernel.adj.transformers:
+    if _warp_store_analysis(kernel).has_opaque_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
@@ -6915,9 +6949,9 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
 _SUMS = frozenset({"atomic_add", "atomic_sub"})
+_STALE = "Warp's adjoint needs {} as it was in `{:.60}`, but has a later value"
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
-_BUILTIN_ADVICE = "Compute the value from other functions."
 
 
 class _OutputRead(NamedTuple):
@@ -6938,6 +6972,7 @@ class _StaleValues(_AbstractInterpreter):
         super().__init__()
         self.adjoint = function.adj
         self.max_unroll = max_unroll
+        self.loop_advice = _LOOP_ADVICE.format(max_unroll)
         self.outputs = outputs
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
         self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
@@ -6951,23 +6986,19 @@ class _StaleValues(_AbstractInterpreter):
         line = node.lineno + self.adjoint.fun_lineno - 1
         self.found.setdefault((self.adjoint.filename, line), (problem, advice))
 
-    def report_stale(self, node: Any, name: str, advice: str) -> None:
-        problem = f"Warp's adjoint needs {name!r} as it was in `{ast.unparse(node):.60}`, but has a later value"
-        self.report(node, problem, advice)
-
     def use(self, node: Any, taints: set) -> None:
         """Note that the adjoint of an expression uses values with these taints."""
         for taint in sorted(taints - {_HAS_GRADIENT}, key=str):
             if isinstance(taint, _OutputRead):
                 self.reads.append((taint, node))
             else:
-                self.report_stale(node, taint, _LOOP_ADVICE.format(self.max_unroll))
+                self.report(node, _STALE.format(repr(taint), ast.unparse(node)), self.loop_advice)
 
     def store(self, array: str) -> None:
         """Note a store to an output: the elements that were read before are stale."""
         for read, node in self.reads:
             if read.array == array:
-                self.report_stale(node, read.text, _OUTPUT_ADVICE)
+                self.report(node, _STALE.format(repr(read.text), ast.unparse(node)), _OUTPUT_ADVICE)
 
     # -- statements --
 
@@ -6983,7 +7014,7 @@ class _StaleValues(_AbstractInterpreter):
                 self.use(test, self.evaluate(test))
                 super().run_statement(node)
             case ast.Break():
-                self.report_stale(node, "the loop that it leaves", _LOOP_ADVICE.format(self.max_unroll))
+                self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
                 self.use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
                 body = [ast.Assign([target], ast.Constant(0)), *body]
@@ -6999,10 +7030,12 @@ class _StaleValues(_AbstractInterpreter):
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
         """Return whether Warp unrolls a loop; then each iteration has its own variables."""
-        leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
-        with contextlib.suppress(AttributeError, TypeError):  # not a range, or its length is unknown
-            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll and not leaves_early
-        return False
+        if any(isinstance(x, (ast.Break, ast.Continue)) for statement in body for x in ast.walk(statement)):
+            return False
+        try:
+            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll
+        except (AttributeError, TypeError):  # not a range, or its length is unknown
+            return False
 
     def constant(self, node: Any) -> Any:
         """Return the value of an expression of constants and captured variables, otherwise None."""
@@ -7012,19 +7045,19 @@ class _StaleValues(_AbstractInterpreter):
         return None
 
     def run_loop(self, body: Sequence[Any]) -> None:
-        for name in set().union(*map(self.assigned_variables, body)):
+        for name in _union(map(self.assigned_variables, body)):
             self.variables[name] = self.variables.get(name, set()) | {name}
         super().run_loop(body)
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
         """Return the local variables to which a statement assigns, or to a part of which."""
         targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
-        return {getattr(_root(x), "id", "") for x in targets} - self.parameters
+        return set(map(_root_name, targets)) - self.parameters
 
     def assign(self, target: Any, value: Any) -> None:
         taints = self.evaluate(value)
         self.evaluate(target)  # its indices
-        self.store(getattr(_root(target), "id", ""))
+        self.store(_root_name(target))
         for name in self.assigned_variables(target):
             if isinstance(target, (ast.Subscript, ast.Attribute)):  # the other elements keep their values
                 taints = taints | self.variables.get(name, set())
@@ -7042,7 +7075,7 @@ class _StaleValues(_AbstractInterpreter):
                 return set()
             case ast.Subscript(value=array, slice=index):
                 self.use(node, self.evaluate(index))
-                name = getattr(_root(array), "id", "")
+                name = _root_name(array)
                 read = {_OutputRead(name, ast.unparse(node))} if name in self.outputs else set()
                 return self.evaluate(array) | read
             case ast.BinOp(left=left, op=op, right=right):
@@ -7052,30 +7085,38 @@ class _StaleValues(_AbstractInterpreter):
                 return a | b
             case ast.Call():
                 return self.evaluate_call(node, is_used=True)
+            case ast.Compare():
+                return self.evaluate_children(node) - {_HAS_GRADIENT}
             case ast.IfExp(test=test):
                 self.use(test, self.evaluate(test))
-        taints = set().union(*map(self.evaluate, ast.iter_child_nodes(node)))
-        return taints - {_HAS_GRADIENT} if isinstance(node, ast.Compare) else taints
+        return self.evaluate_children(node)
 
     def evaluate_call(self, node: ast.Call, is_used: bool) -> set:
         """Return the taints of a call; `is_used` says whether its value is used."""
-        arguments = list(map(self.evaluate, [*node.args, *node.keywords]))
-        taints = set().union(*arguments)
+        arguments = [self.evaluate(x) for x in (*node.args, *node.keywords)]
+        taints = _union(arguments)
         value = self.constant(node.func)
         function = _warp_function(value, node.func)
         name = function.key if _is_warp_builtin(function) else ""
-        if _HAS_GRADIENT in taints and (name in _WITHOUT_ADJOINT or (name in _SUMS and is_used)):
-            self.report(
-                node, f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`", _BUILTIN_ADVICE
-            )
+        has_gradient = _HAS_GRADIENT in taints
+        if has_gradient and (name in _WITHOUT_ADJOINT or (name in _SUMS and is_used)):
+            problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`"
+            self.report(node, problem, "Compute the value from other functions.")
         if name in _SUMS:
-            self.use(node, set().union(*arguments[1:-1]))  # the indices
-        elif _HAS_GRADIENT in taints and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
+            self.use(node, _union(arguments[1:-1]))  # the indices
+        elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
             self.use(node, taints)
         if _effect(function) in ("stores", "unknown"):
             for argument in node.args:
                 self.store(getattr(argument, "id", ""))
         return taints
+
+
+def _root_name(target: Any) -> str:
+    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return getattr(target, "id", "")
 
 
 def _is_linear(op: ast.operator, a: set, b: set) -> bool:
@@ -7089,15 +7130,14 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     """Warn of statements whose adjoints are wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
-    accesses = _warp_array_accesses(kernel)
+    _WARNED_KERNELS.add(kernel)
     without_gradient = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
+    stores = _warp_store_analysis(kernel).stores
+    outputs = {name for name in params if stores[name]}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
-    kernel_and_helpers = list(dict.fromkeys(function for function, _ in accesses.results))
-    found = _StaleValues(
-        kernel, without_gradient, {name for name in params if accesses.accesses[name]}, max_unroll
-    ).found
-    for helper in kernel_and_helpers[1:]:
+    found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
+    for helper in _warp_functions(kernel)[1:]:
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
         warnings.warn(
@@ -7105,7 +7145,6 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
             'gradient by jax.test_util.check_grads(f, args, order=1, modes=["rev"]).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
-    _WARNED_KERNELS.add(kernel)
 
 
 # ======================================================================================================
