@@ -3582,9 +3582,7 @@ class _NumbaCompiler:
         if argument_map.results:
             compiled = self._compile_stores(argument_map, compiled, buffer_types)
         self._check_inputs(argument_map, compiled, readonly_error)
-        unstored = self._unstored_output(argument_map)
-        if unstored is not None:
-            raise self._unstored_error(argument_map, unstored)
+        self._check_outputs(argument_map)
         return compiled.overload
 
     def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
@@ -3617,9 +3615,7 @@ class _NumbaCompiler:
             return
         if not argument_map.results:
             # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
-            unstored = self._unstored_output(argument_map)
-            if unstored is not None:
-                raise self._unstored_error(argument_map, unstored, alternative="keep the `return`")
+            self._check_outputs(argument_map, alternative="keep the `return`")
             raise TypeError(
                 f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
                 "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
@@ -3649,9 +3645,8 @@ class _NumbaCompiler:
         stores = []
         for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
             if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
-                copies.append(
-                    f"r{buffer} = {value}.copy()"
-                )  # else an earlier line may overwrite it, a view of an output
+                # The value may be a view of an output that an earlier line overwrites.
+                copies.append(f"r{buffer} = {value}.copy()")
                 value = f"r{buffer}"
             if self.signature.ranks[buffer]:
                 stores.append(f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)")
@@ -3693,20 +3688,17 @@ class _NumbaCompiler:
                 f"Numba ignores that the array is read-only in {statement}. {fix}"
             )
 
-    def _unstored_output(self, argument_map: _ArgumentMap) -> int | None:
-        """Return the index of the first parameter that is an output to which the kernel surely never stores."""
-        if self.checks_outputs:
-            only_read = _only_read(self.kernel)
-            n_inputs = self.signature.n_in
-            for parameter_index, buffer in enumerate(argument_map.args):
-                if n_inputs <= buffer < n_inputs + self.n_results and parameter_index in only_read:
-                    return parameter_index
-        return None
-
-    def _unstored_error(self, argument_map: _ArgumentMap, parameter_index: int, alternative: str = "") -> TypeError:
-        name = self._parameter(parameter_index)
-        rank = self.signature.ranks[argument_map.args[parameter_index]]
-        return _never_stored_error(self.title, name, f"{name}[:] = ..." if rank else f"{name}[()] = ...", alternative)
+    def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
+        """Raise an error if the kernel surely never stores to an output."""
+        if not self.checks_outputs:
+            return
+        only_read = _only_read(self.kernel)
+        outputs = range(self.signature.n_in, self.signature.n_in + self.n_results)
+        for parameter_index, buffer in enumerate(argument_map.args):
+            if buffer in outputs and parameter_index in only_read:
+                name = self._parameter(parameter_index)
+                store = f"{name}[:] = ..." if self.signature.ranks[buffer] else f"{name}[()] = ..."
+                raise _never_stored_error(self.title, name, store, alternative)
 
     def _parameter(self, parameter_index: int) -> str:
         """Return the name of a parameter."""
