@@ -3989,7 +3989,7 @@ def _called_helpers(callee_type: Any, argument_types: list) -> list[_CompiledFun
     for signature in builder._cres if builder else ():
         array_types = list(signature.args)
         for i in range(len(builder.sin)):
-            if hasattr(array_types[i], "readonly"):  # an array
+            if hasattr(array_types[i], "mutable"):  # an array
                 array_types[i] = array_types[i].copy(readonly=True)
         try:
             helpers.append(_compile_types(numba.njit(builder.py_func), tuple(array_types)))
