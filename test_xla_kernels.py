@@ -2155,6 +2155,16 @@ def test_a_kernel_that_writes_to_an_input_raises(code):
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
 
 
+def test_a_gufunc_that_writes_to_its_input_raises():
+    @numba.guvectorize("(n)->(n)")
+    def gu_store_both(x, out):
+        x[0] = 77
+        out[0] = 1
+
+    with pytest.raises(TypeError, match="Inputs are read-only"):
+        wrap(gu_store_both)(F32)
+
+
 CORRECT = [  # (body, what it stores to `out`; None if Python gives that, too)
     ("out[:] = 2 * x", None), ("out[...] = x[::-1]", None), ("for i in range(x.size):\n    out[i] = x[i] + 1", None),
     ("i = 0\nwhile i < x.size:\n    out[i] = x[i]\n    i += 1", None), ("np.add(x, x, out)", None),
