@@ -3216,7 +3216,7 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # A new version of Numba may break:
 # - with an error: `library._final_module`, `library._shared_module`, `type_annotation.calltypes`, `.typemap` and
 #   `.blocks`, the status that `call_conv.call_function` returns;
-# - silently: the members of arrays (`_numba_array_members`; the matrix of the tests shows it), functions that write to
+# - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to
 #   read-only arrays (7.3; the tests' table of mistakes), and the name of the call that starts threads in LLVM's text
 #   (`_uses_threads`; test_the_life_of_a_process...).
 
@@ -3227,17 +3227,15 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-_UPDATED_IN_PLACE = (
-    "'NoneType' object has no attribute 'args'"  # Numba's text for `x += 1` if x is read-only (0.63-0.68)
-)
+# Numba 0.63 to 0.68 crash with this text if a kernel has `x += 1` for a read-only x.
+_INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
 _READ_ONLY_ADVICE = (
     "Inputs are read-only, because JAX may share them, and so are global arrays. Write to an output (a parameter after "
     "the inputs), list the input in in_out_argnames, or start an output from it with input_output_aliases."
 )
 # {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.
 _ADVICE = {
-    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
-    + _UPDATED_IN_PLACE: _READ_ONLY_ADVICE,
+    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only": _READ_ONLY_ADVICE,
     r"must have void return type|to none": "A kernel with parameters for its outputs returns nothing, but this one "
     "returns a value. Write it to an output: `out[:] = value`.",
     r"(?s)Known signatures:.*64|mismatch: (double|i64)": "JAX truncates 64-bit inputs to 32 bits, but the kernel has a "
@@ -3261,12 +3259,13 @@ _ADVICE = {
     "@numba.njit (for a GPU: @cuda.jit).",
     r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples and NumPy arrays, but no "
     "dict, list or object. Pass its values as inputs, or assign them to variables: gain = params['gain'].",
+    # Numba 0.63 only has the second text.
     r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
-    "none can be keyword-only. Make it an input, or a variable of the closure.",  # Numba 0.63 only has the second text
+    "none can be keyword-only. Make the keyword-only parameter an input, or a variable of the closure.",
     r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns "
     "its outputs, or because scalars= lists it. Write q instead of q[()].",
 }
-_RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
+_RETURNED = "returned_by_kernel"  # the variable in adapters
 
 
 def numba_kernel(
@@ -3298,9 +3297,8 @@ def numba_kernel(
 
     **Outputs start from zeros.**  Zeros are the right start for sums only.  For a product, a minimum or a maximum,
     store the start first (`out[:] = np.inf`), or alias the output to an input.  If the kernel stores to every element,
-    `zero_outputs=False` saves the zeroing.  For `out[i] = x[i] + y[i]`, zeroing takes 2% of the time of a call on 16
-    floats, 10% on 1,000, 35% on 100,000 and 17% on 1,000,000; under `vmap` up to 8%.  Outputs that are returned, and
-    outputs aliased to an input, are not zeroed.
+    `zero_outputs=False` saves the zeroing, which takes 2% to 35% of the time of `out[i] = x[i] + y[i]`, depending on
+    the size.  Outputs that are returned, and outputs aliased to an input, are not zeroed.
 
     **Inputs never change.**  Numba compiles the kernel for read-only arrays, so most writes to inputs do not compile.
     If the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`,
@@ -3312,9 +3310,10 @@ def numba_kernel(
     `v = 0.5 * v + x` only creates a local variable.
 
     **Compilation.**  A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads
-    globals and closure variables.  If a plain function is wrapped again, they are read again.  Recreated kernels share
-    their code if their captured values are equal.  `cache=True` works, also with explicit signatures.  Integer
-    division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
+    globals and closure variables.  If a plain function is wrapped again, they are read again.  A kernel that is defined
+    again, for example in a loop, shares the code of the first if their captured values are equal.  `cache=True` works,
+    also with explicit signatures.  Integer division by zero raises, unless the kernel is decorated with
+    `error_model="numpy"`.
 
     **Execution.**  XLA may merge two equal calls, even if the kernel draws random numbers, unless
     `has_side_effect=True`.  Two calls with side effects are not ordered, unless one uses a result of the other.  Under
@@ -3334,7 +3333,7 @@ def numba_kernel(
       outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts (JAX would
         sort their keys), or a function of the inputs' `ShapeDtypeStruct`s that returns one of these.  The function
         runs when a call is traced.  The result has the structure of `outs`.
-      vmap_method: None, or one of the names that `jax.pure_callback` accepts.  With "sequential" and
+      vmap_method: one of the names that `jax.pure_callback` accepts, or None, which also works.  With "sequential" and
         "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise XLA's threads share them.
         The results are the same.  Default None.
       input_output_aliases: a dict `{i: j}`.  Output j starts with the value of input i (a number or a name), and uses
@@ -3343,8 +3342,8 @@ def numba_kernel(
       in_out_argnames: names of parameters that the kernel updates in place, in the order of its parameters.  Each is
         an input, and its new value is a result.  `outs` begins with their specs.  Default None.
       scalars: names of 0-d inputs that the kernel takes as scalars, or True for all.  Default False.  To compile a
-        constant into the kernel, use a closure variable instead.  Each value then is a kernel of its own, which takes
-        about 0.1 s and 1 MB that is never freed; 0.25 s and 3 MB if it has whole-array expressions or returns arrays.
+        constant into the kernel, use a closure variable instead.  Then each value compiles a new kernel, in about 0.1
+        to 0.25 s, and 1 to 3 MB of memory are never freed.
       has_side_effect: True keeps the call even if its results are not used.  Default False.
       scratch: temporary buffers: a spec, a tuple of specs, or a function like `outs`.  They are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
@@ -3418,9 +3417,10 @@ class _NumbaWrapper(_Wrapper):
         new_buffers = tuple(range(n_inputs + len(self.in_outs), n_buffers))  # the other outputs, and scratch
         zero_dim = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
         scalars = frozenset(i for i in zero_dim if i < len(self.parameters) and self.parameters[i] in self.scalars)
-        self._check_scalars(call.ins)
+        self._check_scalars(call.ins)  # the names of `*args` are not in `parameters`
         maps = [_ArgumentMap(n_buffers, (*input_buffers, *new_buffers), scalars)]
-        if may_return and new_buffers and len(call.outs) == call.n_results:
+        has_scratch = len(call.outs) > call.n_results
+        if may_return and new_buffers and not has_scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, new_buffers))
         kernel_signature = inspect.signature(_py_func(self.kernel))
         fitting = []
@@ -3432,9 +3432,9 @@ class _NumbaWrapper(_Wrapper):
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
             raise TypeError(
                 f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-                f"{kernel_signature}, but this call has {n_inputs} inputs and {n_buffers - n_inputs} outputs, scratch "
-                "included. List a parameter that is both input and output in in_out_argnames, or wrap the kernel in a "
-                "function that has constants in its closure."
+                f"{kernel_signature}, but this call has {n_inputs} inputs and {n_buffers - n_inputs} outputs, "
+                "scratch included, where in-out arguments count as both. List a parameter that is both input and "
+                "output in in_out_argnames, or wrap the kernel in a function that has constants in its closure."
             )
         return fitting
 
@@ -3442,10 +3442,9 @@ class _NumbaWrapper(_Wrapper):
         """Raise an error if a name that the user gave in `scalars` is not a 0-d input of this call."""
         if self.options.scalars is True:
             return
-        for name in self.parameters:
+        for i, name in enumerate(self.parameters):
             if name not in self.scalars:
                 continue
-            i = self.parameters.index(name)
             kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
             if i >= len(ins) or ins[i].shape:
                 raise ValueError(
@@ -3481,18 +3480,18 @@ class _NumbaKernel(_NumbaWrapper):
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
 
-        def compile_kernel() -> _CompiledHandler:
+        def compile_handler() -> _CompiledHandler:
             compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, call.n_results, checks_outputs)
             return compiler.compile_handler(argument_maps, in_order)
 
-        options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
-        specialization = _Specialization(signature, options, "cpu", self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_kernel)
-        where = (
+        key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
+        specialization = _Specialization(signature, key_options, "cpu", self.options.name)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_handler)
+        platform_hint = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
-        return _Target(name, platform="cpu", title=self.title, runs_on=where)
+        return _Target(name, platform="cpu", title=self.title, runs_on=platform_hint)
 
     def _dispatcher(self) -> Any:
         """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
@@ -3501,8 +3500,8 @@ class _NumbaKernel(_NumbaWrapper):
         kernel = self.kernel
         if isinstance(kernel, types.FunctionType):
             return numba.njit(kernel)
-        # If a kernel has explicit signatures, it compiles no others.  If Numba inlined the kernel into an adapter, the
-        # kernel's own options would be lost.
+        # Recreate a kernel that has explicit signatures, because it compiles no others, or `inline`, because a kernel
+        # that Numba inlines into an adapter loses its own options.  Ufuncs have no `_can_compile`; they stay.
         is_inlined = getattr(kernel, "targetoptions", {}).get("inline", "never") != "never"
         if getattr(kernel, "_can_compile", True) and not is_inlined:
             return kernel
@@ -3536,7 +3535,7 @@ class _ArgumentMap(NamedTuple):
         """Return whether the kernel takes all buffers as they are, in their order."""
         n_parameters = len(inspect.signature(_py_func(kernel)).parameters)
         takes_all = self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
-        return takes_all and n_parameters == len(_parameter_names(kernel))
+        return takes_all and n_parameters == len(_parameter_names(kernel))  # not for `*args`, which can be any number
 
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
@@ -3559,6 +3558,7 @@ class _ArgumentMap(NamedTuple):
         parameters = ", ".join(f"b{buffer}" for buffer in range(self.n_buffers))
         arguments = ", ".join(map(self._expression, self.args))
         lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *last_lines]
+        # numba_cuda_mlir 0.6.0 cannot compile `return kernel()`, so the result has a variable.
         namespace["kernel"] = kernel
         exec("\n    ".join(lines), namespace)
         return namespace["adapter"]
@@ -3592,7 +3592,7 @@ class _NumbaCompiler:
                 f"A kernel runs without Python. {self.title} uses Numba's object mode, which needs the GIL. Call "
                 "Python with jax.pure_callback, beside the kernel or instead of it."
             )
-        argument_map, overload = self._compile_first(argument_maps)
+        argument_map, overload = self._first_that_compiles(argument_maps)
         signature = self.signature
         if argument_map.results:
             signature = signature._replace(zeroed=())  # every element of an output is stored
@@ -3603,7 +3603,7 @@ class _NumbaCompiler:
         _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; slices {slices}")
         return compiled
 
-    def _compile_first(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
+    def _first_that_compiles(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
         """Return the first argument map with which the kernel compiles, and the compiled function of all buffers.
 
         If there is none, raise the error of the first map.
@@ -3611,81 +3611,74 @@ class _NumbaCompiler:
         errors = []
         for argument_map in argument_maps:
             try:
-                return argument_map, self._compile(argument_map)
+                return argument_map, self._compile_and_check(argument_map)
             except TypeError as error:
                 errors.append(error)
         raise errors[0]
 
-    def _compile(self, argument_map: _ArgumentMap) -> Any:
+    def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function that takes all buffers, after all checks."""
         from numba import types as nbtypes
 
+        readonly_error: Exception | None = None
         buffer_types = _array_types(nbtypes, self.signature)
-        refusal: Exception | None = None  # Numba's error for read-only inputs
         try:
-            call = self._compile_call(argument_map, buffer_types)
+            compiled = self._compile_kernel(argument_map, buffer_types)
         except Exception as error:
-            refusal = error
+            readonly_error = error
             buffer_types = _array_types(nbtypes, self.signature, readonly=False)
-            call = self._compile_writable_call(argument_map, buffer_types, refusal)
-        self._check_returned_types(argument_map, call)
+            try:
+                compiled = self._compile_kernel(argument_map, buffer_types)
+            except Exception:
+                raise _compile_error("Numba", self.signature, error) from error
+        self._check_returned_types(argument_map, compiled)
         if argument_map.results:
-            call = self._compile_stores(argument_map, call, buffer_types)
-        unwritten = _unwritten_buffers(call, self.signature)
-        self._check_inputs(argument_map, call, unwritten, refusal)
-        unstored = self._unstored_output(argument_map, call, unwritten)
-        if unstored is not None:
-            raise self._unstored_error(argument_map, unstored)
-        return call.overload
+            compiled = self._compile_stores(argument_map, compiled, buffer_types)
+        self._check_inputs(argument_map, compiled, readonly_error)
+        self._check_outputs(argument_map)
+        return compiled.overload
 
-    def _compile_call(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledCall:
-        """Compile a call of the kernel with buffers of these types; use an adapter only if it is needed."""
+    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
+        """Compile the kernel for buffers of these types.
+
+        Return the kernel itself if its parameters are all buffers, or if `_compile_stores` adapts it.  Otherwise return
+        an adapter that takes all buffers.
+        """
         import numba
 
-        can_compile = getattr(self.kernel, "_can_compile", False)  # False for ufuncs
+        can_compile = getattr(self.kernel, "_can_compile", False)  # ufuncs do not have it, and need an adapter
         if can_compile and argument_map.is_plain_for(self.kernel):
             return _compile_types(self.kernel, buffer_types)
         if can_compile and argument_map.results and len(argument_map.args) == len(self.parameters):
-            types_of_arguments = []
+            argument_types = []
             for buffer in argument_map.args:
                 is_scalar = buffer in argument_map.scalars
-                types_of_arguments.append(buffer_types[buffer].dtype if is_scalar else buffer_types[buffer])
-            return _compile_types(self.kernel, tuple(types_of_arguments))
+                argument_types.append(buffer_types[buffer].dtype if is_scalar else buffer_types[buffer])
+            return _compile_types(self.kernel, tuple(argument_types))
         adapter = numba.njit(argument_map.adapter(self.kernel, f"return {_RETURNED}"))
         return _compile_types(adapter, buffer_types)
 
-    def _compile_writable_call(
-        self, argument_map: _ArgumentMap, buffer_types: tuple, refusal: Exception
-    ) -> _CompiledCall:
-        """Compile a call with writable inputs.  If that fails, too, raise the error for read-only inputs."""
-        with contextlib.suppress(Exception):
-            return self._compile_call(argument_map, buffer_types)
-        raise _compile_error("Numba", self.signature, refusal) from refusal
-
-    # -- results --
-
-    def _check_returned_types(self, argument_map: _ArgumentMap, call: _CompiledCall) -> None:
+    def _check_returned_types(self, argument_map: _ArgumentMap, compiled: _CompiledFunction) -> None:
         """Raise an error if the kernel does not return what `outs` declares."""
-        returned = call.overload.signature.return_type
-        kinds = list(_returned_leaves(returned).values())
+        returned = compiled.overload.signature.return_type
+        leaves = list(_returned_leaves(returned).values())
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        wrong = [(kind, spec) for kind, spec in zip(kinds, declared) if not _can_store(kind, *spec)]
-        if not wrong and len(kinds) == len(declared):
+        wrong = [(leaf, spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
+        if not wrong and len(leaves) == len(declared):
             return
         if not argument_map.results:
-            unwritten = _unwritten_buffers(call, self.signature)
-            unstored = self._unstored_output(argument_map, call, unwritten)
-            if unstored is not None:
-                raise self._unstored_error(argument_map, unstored, "keep the `return`")
+            # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
+            self._check_outputs(argument_map, alternative="keep the `return`")
             raise TypeError(
                 f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
                 "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
             )
-        shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
+        shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         fix = "Return one value for each of outs"
-        for kind, (dtype, rank) in wrong:
-            element, returned_rank = _element_and_rank(kind)
-            if len(kinds) == len(declared) and returned_rank == rank:
+        if wrong and len(leaves) == len(declared):
+            leaf, (dtype, rank) = wrong[0]
+            element, returned_rank = _element_and_rank(leaf)
+            if returned_rank == rank:
                 cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
                 fix = f"Return {cast}, or declare {element} in outs"
         raise TypeError(
@@ -3693,39 +3686,40 @@ class _NumbaCompiler:
             f"to float32), not to another. {self.title} returns {returned}, not {shown}. {fix}."
         )
 
-    def _compile_stores(self, argument_map: _ArgumentMap, call: _CompiledCall, buffer_types: tuple) -> _CompiledCall:
-        """Compile a function of all buffers that stores to the outputs what the call returns."""
+    def _compile_stores(
+        self, argument_map: _ArgumentMap, compiled: _CompiledFunction, buffer_types: tuple
+    ) -> _CompiledFunction:
+        """Compile a function of all buffers that stores to the outputs what the compiled function returns."""
         import numba
         from numba import types as nbtypes
 
-        leaves = _returned_leaves(call.overload.signature.return_type)
+        leaves = _returned_leaves(compiled.overload.signature.return_type)
         copies = []
         stores = []
-        for (value, kind), buffer in zip(leaves.items(), argument_map.results, strict=True):
-            if self.signature.aliases and len(leaves) > 1 and isinstance(kind, nbtypes.Array):
-                copies.append(f"r{buffer} = {value}.copy()")  # it may be a view of an output that is stored to before
+        for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
+            if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
+                # The value may be a view of an output that an earlier line overwrites.
+                copies.append(f"r{buffer} = {value}.copy()")
                 value = f"r{buffer}"
             if self.signature.ranks[buffer]:
                 stores.append(f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)")
             stores.append(f"b{buffer}[...] = {value}")
-        if call.dispatcher is not self.kernel:  # an adapter, which takes all buffers
+        if compiled.dispatcher is not self.kernel:  # an adapter, which takes all buffers
             n_buffers = argument_map.n_buffers
             argument_map = _ArgumentMap(n_buffers, tuple(range(n_buffers)))
-        adapter = argument_map.adapter(call.dispatcher, *copies, *stores, ShapeError=ShapeError)
+        adapter = argument_map.adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
-    # -- checks of reads and writes (7.3) --
-
     def _check_inputs(
-        self, argument_map: _ArgumentMap, call: _CompiledCall, unwritten: set[int], refusal: Exception | None
+        self, argument_map: _ArgumentMap, compiled: _CompiledFunction, readonly_error: Exception | None
     ) -> None:
-        """Raise an error if the kernel may write to an input."""
-        n_inputs = self.signature.n_in
-        aliased = dict(self.signature.aliases)
+        """Raise an error if the kernel may write to an input (see 7.3)."""
+        unwritten = _unwritten_buffers(compiled, self.signature)
+        safe = {*unwritten, *argument_map.scalars, *dict(self.signature.aliases)}
         names = []  # of the inputs that LLVM does not prove to be unwritten
-        for position, buffer in enumerate(argument_map.args):
-            if buffer < n_inputs and buffer not in {*unwritten, *argument_map.scalars, *aliased}:
-                names.append(self._parameter(position))
+        for parameter_index, buffer in enumerate(argument_map.args):
+            if buffer < self.signature.n_in and buffer not in safe:
+                names.append(self._parameter(parameter_index))
         if not names:
             return
         shown = " or ".join(map(repr, names))
@@ -3733,50 +3727,47 @@ class _NumbaCompiler:
             f"Write to an output, or list the input in in_out_argnames=[{names[0]!r}]. If the kernel does not write to "
             f"it, or only needs a copy, use {names[0]}.copy() there."
         )
-        if refusal:
-            text = _numba_text(refusal)
+        if readonly_error:
+            text = _plain_text(readonly_error)
             verb = "writes" if _find_advice(text) == _READ_ONLY_ADVICE else "may write"
             raise TypeError(
                 f"Inputs are read-only, because JAX may share them. {self.title} {verb} to its input {shown}: it "
-                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{_plain_text(text)}"
-            ) from refusal
-        statement = _find_bypass(call)
-        if statement is not None:
+                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{text}"
+            ) from readonly_error
+        statement = _find_bypass(compiled)
+        if statement is not None:  # else case 2: compiled for read-only arrays
             raise TypeError(
                 f"Inputs are read-only, because JAX may share them. {self.title} may write to its input {shown}: "
                 f"Numba ignores that the array is read-only in {statement}. {fix}"
             )
 
-    def _unstored_output(self, argument_map: _ArgumentMap, call: _CompiledCall, unwritten: set[int]) -> int | None:
-        """Return the position of the first output to which the kernel surely never stores."""
+    def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
+        """Raise an error if the kernel surely never stores to an output."""
         if not self.checks_outputs:
-            return None
-        n_inputs = self.signature.n_in
-        outputs = range(n_inputs, n_inputs + self.n_results)
-        for position, buffer in enumerate(argument_map.args):
-            is_unwritten_output = buffer in outputs and buffer in unwritten
-            if is_unwritten_output and _may_return(call.overload) and not _may_store(call, buffer):
-                return position
-        return None
+            return
+        only_read = _only_read(self.kernel)
+        outputs = range(self.signature.n_in, self.signature.n_in + self.n_results)
+        for parameter_index, buffer in enumerate(argument_map.args):
+            if buffer in outputs and parameter_index in only_read:
+                name = self._parameter(parameter_index)
+                store = f"{name}[:] = ..." if self.signature.ranks[buffer] else f"{name}[()] = ..."
+                raise _never_stored_error(self.title, name, store, alternative)
 
-    def _unstored_error(self, argument_map: _ArgumentMap, position: int, returns: str = "") -> TypeError:
-        name = self._parameter(position)
-        rank = self.signature.ranks[argument_map.args[position]]
-        return _never_stored_error(self.title, name, f"{name}[:] = ..." if rank else f"{name}[()] = ...", returns)
-
-    def _parameter(self, position: int) -> str:
-        """Return the name of the parameter at a position."""
-        return self.parameters[position] if position < len(self.parameters) else f"argument {position}"
+    def _parameter(self, parameter_index: int) -> str:
+        """Return the name of a parameter."""
+        if parameter_index < len(self.parameters):
+            return self.parameters[parameter_index]
+        return f"argument {parameter_index}"  # of `*args`
 
 
-class _CompiledCall(NamedTuple):
+class _CompiledFunction(NamedTuple):
     """A function that Numba has compiled for some types."""
 
     dispatcher: Any
     overload: Any
 
 
-def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledCall:
+def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledFunction:
     """Compile a dispatcher for these types."""
     import numba
 
@@ -3786,7 +3777,7 @@ def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledCall:
         # Numba warns if a typed dict or list takes a read-only array as a writable one.  `_find_bypass` finds that.
         warnings.filterwarnings("ignore", "unsafe cast from .*rray", numba.NumbaTypeSafetyWarning)
         dispatcher.compile(argument_types)
-    return _CompiledCall(dispatcher, dispatcher.overloads[argument_types])
+    return _CompiledFunction(dispatcher, dispatcher.overloads[argument_types])
 
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -3799,7 +3790,7 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(array_types)
 
 
-class ShapeError(ValueError):
+class ShapeError(ValueError):  # public, because its name is in the error's text
     """A kernel returned an array whose shape differs from the one that `outs` declares."""
 
     def __str__(self) -> str:
@@ -3807,45 +3798,42 @@ class ShapeError(ValueError):
         return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
-def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
+def _returned_leaves(numba_type: Any, expression: str = _RETURNED) -> dict[str, Any]:
     """Return {expression: Numba type} for the scalars and arrays in a returned value."""
     from numba import types as nbtypes
 
-    if kind == nbtypes.none:
+    if numba_type == nbtypes.none:
         return {}
-    if not isinstance(kind, nbtypes.BaseTuple):
-        return {expression: nbtypes.unliteral(kind)}
+    if not isinstance(numba_type, nbtypes.BaseTuple):
+        return {expression: nbtypes.unliteral(numba_type)}
     leaves = {}
-    for i, item in enumerate(kind):
+    for i, item in enumerate(numba_type):
         leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
     return leaves
 
 
-def _can_store(kind: Any, dtype: np.dtype, rank: int) -> bool:
+def _can_store(numba_type: Any, dtype: np.dtype, rank: int) -> bool:
     """Return whether NumPy would store a value of a Numba type to an output, for example with `out=`."""
     from numba import from_dtype
 
-    element, returned_rank = _element_and_rank(kind)
+    element, returned_rank = _element_and_rank(numba_type)
     castable = [from_dtype(np.dtype(name)) for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
     return element in castable and returned_rank == rank
 
 
-def _element_and_rank(kind: Any) -> tuple[Any, int | None]:
+def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     """Return the element type and the rank of an array or a number.  The rank of any other value is None."""
     from numba import types as nbtypes
 
-    if isinstance(kind, nbtypes.Array):
-        return kind.dtype, kind.ndim
-    return kind, 0 if isinstance(kind, (nbtypes.Number, nbtypes.Boolean)) else None
+    if isinstance(numba_type, nbtypes.Array):
+        return numba_type.dtype, numba_type.ndim
+    return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
-def _numba_text(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _plain_text(text: str) -> str:
-    """Return the text of a Numba error; replace the one that is a fault of Numba."""
-    return "it updates an array in place" if _UPDATED_IN_PLACE in text else text
+def _plain_text(error: Exception) -> str:
+    """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
+    text = str(error) or type(error).__name__
+    return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
 
 
 def _find_advice(text: str) -> str | None:
@@ -3855,135 +3843,140 @@ def _find_advice(text: str) -> str | None:
 
 def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
-    text = _numba_text(error)
+    text = _plain_text(error)
     advice = _find_advice(text)
     zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
     if advice is None and 0 in signature.ranks:
         shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
         advice = (
-            f"An array without dimensions{shown} has no items n[i]; under vmap, each slice may have none. Read and "
-            "write it with n[()], or list an input in scalars=['n'] and read it as n."
+            f"An array without dimensions{shown} has no items n[i]; under vmap, a slice may have no dimensions. Read "
+            "and write it with n[()], or list an input in scalars=['n'] and read it as n."
         )
-    parts = [f"{compiler} cannot compile kernel {signature.label!r} for {signature}.", *([advice] if advice else [])]
-    return TypeError(f"{' '.join(parts)}\n{_plain_text(text)}")
+    summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
+    return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
 
 
 # -- 7.3 Reads and writes: what Numba's types and LLVM say about the buffers of a kernel ---------------
-# An input is safe in one of three cases, in this order:
+# An input is safe in case 1 or 2, otherwise the kernel is rejected.  Scalars and aliased inputs are not checked.
 # 1. LLVM proves that the machine code does not write to it.  LLVM infers the parameter attributes `readonly` (the
 #    function does not write through this pointer, or pointers derived from it) and `readnone`.  Plain loops and array
 #    expressions get them; kernels with tuples of arrays, BLAS, exceptions and parallel loops often do not.
 # 2. The kernel compiles for read-only arrays, and no statement bypasses them.  The types that Numba inferred show this
 #    for the kernel and its helpers, including views, tuples, aliases and closures.
-# 3. Otherwise the kernel is rejected.  This is the case for statements that bypass read-only arrays, and for kernels
-#    that compile for writable arrays only.
 #
-# An output is surely never stored to if LLVM infers `readonly` or `readnone`, and if no statement may store to it.  The
-# second condition is needed because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+# An output is surely never stored to if the kernel only reads it (`_only_read`).  LLVM's attributes do not show this,
+# because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
 
-def _unwritten_buffers(call: _CompiledCall, signature: _Signature) -> set[int]:
+def _unwritten_buffers(compiled: _CompiledFunction, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
-    function = _llvm_function(call.overload)
-    attributes = [b" ".join(argument.attributes).decode() for argument in function.arguments]
+    attributes = _llvm_attributes(compiled.overload)
     unwritten = set()
-    member = 2  # after the pointers to the returned value and to the exception
+    first_member = 2  # after the pointers to the returned value and to the exception
     for buffer, rank in enumerate(signature.ranks):
-        data = member + _DATA_MEMBER
-        if data < len(attributes) and re.search(r"\b(readonly|readnone)\b", attributes[data]):
+        if re.search(r"\b(readonly|readnone)\b", attributes[first_member + _DATA_MEMBER]):
             unwritten.add(buffer)
-        member += _DATA_MEMBER + 1 + 2 * rank  # data, shape and strides
+        first_member += _DATA_MEMBER + 1 + 2 * rank  # data, shape and strides
     return unwritten
 
 
-def _llvm_function(overload: Any) -> Any:
-    """Return the LLVM function of an overload, from an optimized module."""
+def _llvm_attributes(overload: Any) -> list[str]:
+    """Return the attributes of each parameter of an overload's LLVM function, as its optimized code has them."""
     library = overload.library
     module = library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
     name = overload.fndesc.llvm_func_name
     function = module.get_function(name)
-    result_attributes = b" ".join(next(function.arguments).attributes)
-    # An optimized function has one of these on the pointer to its result.  With NUMBA_OPT=0 it has none.
-    if b"writeonly" in result_attributes or b"readnone" in result_attributes:
-        return function
-    optimized = module.clone()
-    manager, builder = library._codegen._module_pass_manager(opt=3)
-    manager.run(optimized, builder)
-    return optimized.get_function(name)
+    # An optimized function has one of these on the pointer to its result.  With debug=True or NUMBA_OPT=0 it has none.
+    if not {b"writeonly", b"readnone"}.intersection(next(function.arguments).attributes):
+        module = module.clone()
+        manager, builder = library._codegen._module_pass_manager(opt=3)
+        manager.run(module, builder)
+        function = module.get_function(name)
+    return [b" ".join(argument.attributes).decode() for argument in function.arguments]
 
 
-def _may_return(overload: Any) -> bool:
-    """Return whether a function may return without an exception: whether its status may be 0."""
-    return re.search(r"\bret i32 (0\b|%)", str(_llvm_function(overload))) is not None
+def _only_read(kernel: Any) -> set[int]:
+    """Return the indices of the parameters that a kernel only reads.
+
+    Every use that is not known to be a read counts as a store.  For a kernel that always raises, return no indices.
+    """
+    from numba.core import compiler, ir, ssa
+
+    blocks = ssa.reconstruct_ssa(compiler.run_frontend(_py_func(kernel))).blocks.values()
+    if not any(isinstance(block.terminator, ir.Return) for block in blocks):
+        return set()
+    parameters = {}  # {variable: index of the parameter}
+    viewed = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
+    stored: list[Any] = []  # the variables that may be stored to
+    for statement in (statement for block in blocks for statement in block.body):
+        value = statement.value if isinstance(statement, ir.Assign) else statement
+        operation = value.op if isinstance(value, ir.Expr) else type(value).__name__
+        is_metadata = operation == "getattr" and value.attr in ("shape", "size", "ndim", "dtype")
+        if operation == "Arg":
+            parameters[statement.target.name] = value.index
+        elif operation in ("Var", "getattr", "getitem", "static_getitem", "phi") and not is_metadata:
+            viewed[statement.target.name] += statement.list_vars()
+        elif operation not in ("binop", "unary", "cast", "Return") and not is_metadata:
+            stored += statement.list_vars()
+    for variable in stored:  # the list grows in this loop
+        stored += viewed.pop(variable.name, [])
+        parameters.pop(variable.name, None)
+    return set(parameters.values())
 
 
-def _arrays_in(kind: Any) -> Iterator[Any]:
+def _arrays_in(numba_type: Any) -> Iterator[Any]:
     """Yield the array types in a Numba type, such as a tuple, a list, a dict or an iterator of arrays."""
     from numba import types as nbtypes
 
-    if isinstance(kind, nbtypes.Buffer):
-        yield kind
-    elif isinstance(kind, nbtypes.BaseTuple):
-        for item in kind:
+    if isinstance(numba_type, nbtypes.Buffer):
+        yield numba_type
+    elif isinstance(numba_type, nbtypes.BaseTuple):
+        for item in numba_type:
             yield from _arrays_in(item)
     else:
         for attribute in ("array_type", "dtype", "item_type", "value_type"):
-            inner = getattr(kind, attribute, None)
+            inner = getattr(numba_type, attribute, None)
             if isinstance(inner, nbtypes.Type):
                 yield from _arrays_in(inner)
 
 
-def _has_readonly(*kinds: Any) -> bool:
+def _has_readonly(*numba_types: Any) -> bool:
     """Return whether one of these Numba types is a read-only array, or contains one."""
-    return any(not array.mutable for kind in kinds for array in _arrays_in(kind))
+    return any(not array.mutable for numba_type in numba_types for array in _arrays_in(numba_type))
 
 
 # {function for which Numba ignores read-only arrays: (position of the argument, condition on the types of the returned
-# value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  Numba
-# 0.63 to 0.68 are known to have no others.
+# value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  No
+# others are known in Numba 0.63 to 0.68.
 _READONLY_BYPASSES: dict[Any, tuple[int, Callable[..., bool]]] = {
     # Numba >= 0.64; it copies if the layout differs.
     np.ascontiguousarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "C")),
     np.asfortranarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "F")),
     np.dot: (2, lambda *_: True),  # out=
     np.fill_diagonal: (0, lambda *_: True),
-    np.nan_to_num: (
-        0,
-        lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool")),
-    ),  # copy=
+    np.nan_to_num: (0, lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool"))),
     np.nditer: (0, lambda *_: True),  # yields writable views
 }
 
 
-def _find_bypass(call: _CompiledCall) -> str | None:
+def _find_bypass(compiled: _CompiledFunction) -> str | None:
     """Return a statement, in a function or its helpers, that bypasses read-only arrays; None if there is none."""
-    calls = [call]
-    visited = set()
-    for current in calls:  # the list grows in this loop
-        if id(current.overload) in visited:
-            continue
-        visited.add(id(current.overload))
-        if not _has_types(current) and not _references_bypass(current.dispatcher):
-            continue
-        annotation = _with_types(current).overload.type_annotation
-        for statement, target, kinds, returned in _typed_statements(annotation):
-            helpers = _called_helpers(target, kinds)
-            if helpers is None or _is_bypass(target, kinds, returned):
+    functions = [compiled]
+    for function in functions:  # the list grows in this loop
+        annotation = function.overload.type_annotation
+        if not hasattr(annotation, "calltypes"):  # from Numba's cache, which keeps the types as a text only
+            if not _references_bypass(function.dispatcher):
+                continue
+            recreated = _recreate_dispatcher(function.dispatcher)
+            annotation = _compile_types(recreated, function.overload.signature.args).overload.type_annotation
+        for statement, target_type, argument_types, returned in _typed_statements(annotation):
+            if not _has_readonly(target_type, *argument_types):
+                continue
+            helpers = _called_helpers(target_type, argument_types)
+            if helpers is None or _is_bypass(target_type, argument_types, returned):
                 return _show_statement(statement)
-            calls += helpers
+            functions += [helper for helper in helpers if helper not in functions]
     return None
-
-
-def _has_types(call: _CompiledCall) -> bool:
-    """Return whether Numba has the inferred types of a function.  Numba's cache keeps them as a text only."""
-    return hasattr(call.overload.type_annotation, "calltypes")
-
-
-def _with_types(call: _CompiledCall) -> _CompiledCall:
-    """Return the call itself if Numba has its inferred types, otherwise compile it again without Numba's cache."""
-    if _has_types(call):
-        return call
-    return _compile_types(_recreate_dispatcher(call.dispatcher), call.overload.signature.args)
 
 
 def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list, Any]]:
@@ -3994,19 +3987,15 @@ def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list, Any]]:
     from numba.core import ir
 
     for statement, signature in annotation.calltypes.items():
-        if signature is None:
-            continue
         if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
             yield statement, signature.args[0], [*signature.args[1:]], None
-        elif isinstance(statement, ir.Expr):
-            function = getattr(statement, "func", None) if statement.op == "call" else None
-            target = annotation.typemap.get(getattr(function, "name", None))
-            yield statement, target, [*signature.args], signature.return_type
+        elif signature is not None and isinstance(statement, ir.Expr) and statement.op == "call":
+            callee_type = annotation.typemap.get(statement.func.name)  # None: a function of Numba's parallel loops
+            yield statement, callee_type, [*signature.args], signature.return_type
     for statement in _statements(annotation.blocks):
-        if not isinstance(statement, ir.Assign) or not isinstance(statement.value, ir.Expr):
-            continue
-        if statement.value.op == "build_map":  # stores to a typed dict
-            items = [annotation.typemap[item.name] for pair in statement.value.items for item in pair]
+        value = statement.value if isinstance(statement, ir.Assign) else None
+        if isinstance(value, ir.Expr) and value.op == "build_map":  # stores to a typed dict
+            items = [annotation.typemap[item.name] for pair in value.items for item in pair]
             yield statement, annotation.typemap[statement.target.name], items, None
 
 
@@ -4016,96 +4005,76 @@ def _statements(blocks: Mapping[int, Any]) -> Iterator[Any]:
         for statement in block.body:
             yield statement
             if hasattr(statement, "loop_body"):  # a Parfor
-                yield from statement.init_block.body
-                yield from _statements(statement.loop_body)
+                yield from _statements({-1: statement.init_block, **statement.loop_body})
 
 
-def _is_bypass(target: Any, kinds: list, returned: Any) -> bool:
+def _is_bypass(target_type: Any, argument_types: list, returned: Any) -> bool:
     """Return whether a call, or a store to an item, may make a read-only array writable."""
     from numba import types as nbtypes
 
-    if isinstance(target, nbtypes.NumpyFlatType):  # `x.flat[0] = 1`
-        return _has_readonly(target)
-    container = getattr(target, "this", target)  # of a bound method
+    if isinstance(target_type, nbtypes.NumpyFlatType):  # `x.flat[0] = 1`
+        return _has_readonly(target_type)
+    container = getattr(target_type, "this", target_type)  # of a bound method
     if isinstance(container, (nbtypes.ListType, nbtypes.DictType)):  # typed containers take any array as writable
-        return any(array.mutable for array in _arrays_in(container)) and _has_readonly(*kinds)
-    function = getattr(target, "typing_key", None)
-    for known, (position, condition) in _READONLY_BYPASSES.items():
-        if function is known and position < len(kinds) and _has_readonly(kinds[position]):
-            given = [kind for kind in kinds if not isinstance(kind, nbtypes.Omitted)]  # without defaults
+        return any(array.mutable for array in _arrays_in(container)) and _has_readonly(*argument_types)
+    for function, (position, condition) in _READONLY_BYPASSES.items():
+        if getattr(target_type, "typing_key", None) is function and _has_readonly(*argument_types[position:][:1]):
+            given = [argument for argument in argument_types if not isinstance(argument, nbtypes.Omitted)]
             return condition(returned, *given)
     return False
 
 
-def _called_helpers(target: Any, kinds: list) -> list[_CompiledCall] | None:
-    """Return the helpers that a call runs with read-only arrays, as Numba compiled them for these types.
+def _called_helpers(callee_type: Any, argument_types: list) -> list[_CompiledFunction] | None:
+    """Return the helpers that a call runs, as Numba compiled them for these types.
 
-    A gufunc is compiled for writable arrays.  So compile its function for read-only inputs; return None if that fails.
+    The helper is the callee, or the argument of a library function such as functools.reduce.  A gufunc is compiled for
+    writable arrays.  So compile its function for read-only inputs.  Return None if that fails.
     """
-    from numba import types as nbtypes
-
-    if not _has_readonly(*kinds):
-        return []
-    gufunc = getattr(getattr(target, "typing_key", None), "gufunc_builder", None)
-    if gufunc is not None:
-        return _gufunc_loops(gufunc)
-    dispatcher = getattr(target, "dispatcher", None)
-    if dispatcher is not None:
-        overload = dispatcher.overloads.get(tuple(kinds))
-        return [_CompiledCall(dispatcher, overload)] if overload else []  # a call of itself is not compiled yet
-    helpers = []
-    for kind in kinds:  # a library function that calls a helper, such as functools.reduce
-        if isinstance(kind, nbtypes.Dispatcher):
-            helpers += [_CompiledCall(kind.dispatcher, overload) for overload in kind.dispatcher.overloads.values()]
-    return helpers
-
-
-def _gufunc_loops(builder: Any) -> list[_CompiledCall] | None:
-    """Compile the function of a gufunc with read-only inputs.  Return None if that fails."""
     import numba
-    from numba import types as nbtypes
 
-    n_inputs = len(builder.sin)
-    loops = []
-    for signature in builder._cres:
-        kinds = []
-        for i, kind in enumerate(signature.args):
-            is_input_array = i < n_inputs and isinstance(kind, nbtypes.Array)
-            kinds.append(kind.copy(readonly=True) if is_input_array else kind)
+    helpers = []
+    for dispatcher in [getattr(each, "dispatcher", None) for each in (callee_type, *argument_types)]:
+        if dispatcher is not None:
+            exact = dispatcher.overloads.get(tuple(argument_types))
+            overloads = [exact] if exact else dispatcher.overloads.values()
+            helpers += [_CompiledFunction(dispatcher, overload) for overload in overloads]
+    builder = getattr(getattr(callee_type, "typing_key", None), "gufunc_builder", None)
+    for signature in builder._cres if builder else ():
+        array_types = list(signature.args)
+        for i in range(len(builder.sin)):
+            if hasattr(array_types[i], "mutable"):  # an array
+                array_types[i] = array_types[i].copy(readonly=True)
         try:
-            loops.append(_compile_types(numba.njit(builder.py_func), tuple(kinds)))
+            helpers.append(_compile_types(numba.njit(builder.py_func), tuple(array_types)))
         except Exception:
             return None
-    return loops
+    return helpers
 
 
 def _references_bypass(kernel: Any) -> bool:
     """Return whether a kernel or a helper references a function or a container for which `_is_bypass` may be true.
 
-    This only needs the code.  It spares kernels from Numba's cache a second compilation.
+    This only needs the code.  It spares most kernels from Numba's cache a second compilation, except those that use
+    `np.dot`, whose code does not show whether it has an argument `out`.
     """
     names = {"flat", "typed", "Dict", "List", "dict", *(function.__name__ for function in _READONLY_BYPASSES)}
-    functions = [_IdentityKey(function) for function in _READONLY_BYPASSES]
     for helper in _kernel_and_helpers(kernel):
         function = _py_func(helper)
         code = getattr(function, "__code__", _EMPTY_CODE)
-        if names.intersection(_referenced_names(code)) or _builds_dict(code):
+        values = [value for _, value in _captured_values(function)]
+        referenced = [*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)]
+        if names.intersection(referenced) or _builds_dict(code):
             return True
-        for _, value in _captured_values(function):
-            if hasattr(value, "gufunc_builder") or _IdentityKey(value) in functions:
-                return True
-            if str(getattr(value, "__module__", "")).startswith("numba.typed"):
-                return True
+        if any(hasattr(value, "gufunc_builder") for value in values):
+            return True
     return False
 
 
 def _builds_dict(code: types.CodeType) -> bool:
     """Return whether a code object, or a nested one, has a dict display, which is a typed dict in Numba."""
-    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    has_map = any(
-        instruction.opname in ("BUILD_MAP", "BUILD_CONST_KEY_MAP") for instruction in dis.get_instructions(code)
-    )
-    return has_map or any(map(_builds_dict, nested))
+    if any(instruction.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for instruction in dis.get_instructions(code)):
+        return True
+    return any(_builds_dict(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
 def _show_statement(statement: Any) -> str:
@@ -4115,78 +4084,18 @@ def _show_statement(statement: Any) -> str:
     return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
 
 
-def _may_store(call: _CompiledCall, position: int, callers: tuple = ()) -> bool:
-    """Return whether a function may store to its argument at this position, or to a view of it.
-
-    Only uses that surely read count as reads, such as `x[i]`, `x.size` and `0.5 * x`.
-    """
-    from numba.core import ir
-
-    call = _with_types(call)
-    annotation = call.overload.type_annotation
-    statements = list(_statements(annotation.blocks))
-    assignments = [statement for statement in statements if isinstance(statement, ir.Assign)]
-    aliases: set[str] = set()  # the variables that are the argument itself
-    n_before = -1
-    while len(aliases) > n_before:
-        n_before = len(aliases)
-        for assignment in assignments:
-            value = assignment.value
-            is_argument = isinstance(value, ir.Arg) and value.index == position
-            if is_argument or (isinstance(value, ir.Var) and value.name in aliases):
-                aliases.add(assignment.target.name)
-    return any(_statement_may_store(x, aliases, annotation, (*callers, call.dispatcher)) for x in statements)
-
-
-def _statement_may_store(statement: Any, aliases: set[str], annotation: Any, callers: tuple) -> bool:
-    """Return whether a statement may store to one of the arrays in `aliases`, or may create a view of it."""
-    from numba import types as nbtypes
-    from numba.core import ir
-
-    if hasattr(statement, "loop_body"):  # a Parfor, whose statements are checked one by one
-        return False
-    used = {variable.name for variable in statement.list_vars()}
-    if isinstance(statement, ir.Assign):
-        used.discard(statement.target.name)
-    if not used & aliases or isinstance(statement, ir.Del):
-        return False
-    if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
-        return statement.target.name in aliases
-    if not isinstance(statement, ir.Assign):
-        return True
-    value = statement.value
-    if isinstance(value, ir.Var):
-        return False  # an alias
-    if not isinstance(value, ir.Expr):
-        return True
-    if value.op in ("getattr", "getitem", "static_getitem"):
-        result = annotation.typemap.get(statement.target.name)
-        is_number = isinstance(result, (nbtypes.Number, nbtypes.Boolean, nbtypes.DType))
-        is_shape = isinstance(result, nbtypes.UniTuple) and isinstance(result.dtype, nbtypes.Integer)
-        return not (is_number or is_shape)
-    if value.op == "call":
-        dispatcher = getattr(annotation.typemap.get(value.func.name), "dispatcher", None)
-        overload = dispatcher and dispatcher.overloads.get(annotation.calltypes[value].args)
-        if not overload or value.kws or value.vararg or dispatcher in callers:
-            return True
-        helper = _CompiledCall(dispatcher, overload)
-        positions = [i for i, argument in enumerate(value.args) if argument.name in aliases]
-        return any(_may_store(helper, i, callers) for i in positions)
-    return value.op not in ("binop", "unary", "arrayexpr")
-
-
 # -- 7.4 What the code of a kernel uses ----------------------------------------------------------------
 
 
 def _uses_object_mode(kernel: Any) -> bool:
     """Return whether a kernel or a helper references Numba's object mode, under any name.
 
-    If Python raises an exception in object mode on one of XLA's threads, Numba loses it.
+    Object mode needs the GIL, and on XLA's threads Numba loses an exception that it raises.
     """
     for function in _kernel_and_helpers(kernel):
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-        kinds = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
-        if "objmode" in names or "_ObjModeContextType" in kinds:
+        type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
+        if "objmode" in names or "_ObjModeContextType" in type_names:
             return True
     return False
 
@@ -4225,7 +4134,7 @@ class _NumbaEmitter(_Emitter):
                 self.lock_address = _native_lock_address("workqueue_lock")
 
         def report(error: int) -> int:
-            if not error:  # the exception belongs to another thread: object mode in a function pointer
+            if not error:  # lost in object mode that is reached through a function pointer (see `_uses_object_mode`)
                 return _store_error_message(RuntimeError("an exception that is lost in object mode"), label)
             return _store_error_message(ctypes.cast(error, ctypes.py_object).value, label)
 
@@ -4245,10 +4154,10 @@ class _NumbaEmitter(_Emitter):
         address = handler.data.kernel_address
         with handler.each_slice(buffers, count) as arrays:
             params = [handler.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
-            kinds = [nbtypes.intp] * len(params)  # the members of arrays are parameters; pointers are integers here
-            kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
-            entry = builder.inttoptr(address.value, kind)
-            status, _ = conv.call_function(builder, entry, nbtypes.none, kinds, params)
+            types_of_params = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
+            pointer_type = conv.get_function_type(nbtypes.none, types_of_params).as_pointer()
+            entry = builder.inttoptr(address.value, pointer_type)
+            status, _ = conv.call_function(builder, entry, nbtypes.none, types_of_params, params)
             with builder.if_then(status.is_error, likely=False):
                 handler.fail(frame, self._message(handler, context, status))
 
