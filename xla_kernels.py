@@ -4038,7 +4038,7 @@ def _called_helpers(callee_type: Any, argument_types: list) -> list[_CompiledFun
             exact = dispatcher.overloads.get(tuple(argument_types))
             overloads = [exact] if exact else dispatcher.overloads.values()
             helpers += [_CompiledFunction(dispatcher, overload) for overload in overloads]
-    builder = getattr(getattr(callee_type, "typing_key", None), "gufunc_builder", None)
+    builder: Any = getattr(getattr(callee_type, "typing_key", None), "gufunc_builder", None)
     for signature in builder._cres if builder else ():
         array_types = list(signature.args)
         for i in range(len(builder.sin)):
