@@ -3906,7 +3906,7 @@ def _only_read(kernel: Any) -> set[int]:
     if not any(isinstance(block.terminator, ir.Return) for block in blocks):
         return set()
     parameters = {}  # {variable: index of the parameter}
-    viewed = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
+    viewed: set[str] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
     stored: list[Any] = []  # the variables that may be stored to
     for statement in (statement for block in blocks for statement in block.body):
         value = statement.value if isinstance(statement, ir.Assign) else statement
