@@ -5177,6 +5177,15 @@ def test_warp_gradient_of_a_loop_that_is_not_unrolled_is_warned_about():
         jax.eval_shape(jax.grad(lambda x: f(x, x[:, 0]).sum()), spec(3, 3))
 
 
+@needs_warp
+def test_warp_gradient_of_bfloat16_is_warned_about():
+    body = f"i = wp.tid()\n{PRODUCT.replace('float(1.0)', 'wp.bfloat16(1.0)')}out[i] = float(s)"
+    kernel = kernel_with_body(body, x="wp.array2d(dtype=wp.bfloat16)")
+    f = xk.warp_kernel(kernel, like_last, launch_dims=3, differentiable=True)
+    with pytest.warns(UserWarning, match="needs 's' as it was"):
+        jax.eval_shape(jax.grad(lambda x, y: f(x, y).sum()), spec(3, 3, dtype=jnp.bfloat16), spec(3))
+
+
 # -- launches ------------------------------------------------------------------------------------------
 
 WARP_INDICES = [  # the type of the first array, its shape, the start of a kernel, and how many indices that gives

@@ -5933,7 +5933,7 @@ class _WarpKernel(_Wrapper):
         # {parameter: value}.  An array with the value None is a null array.  Later traces need a copy, because the
         # caller may change a struct.
         self.fixed = copy.deepcopy(fixed or {})
-        super().__init__(kernel, options, tuple([name for name in self.params if name not in self.fixed]))
+        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.fixed))
         self.by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
@@ -5944,7 +5944,7 @@ class _WarpKernel(_Wrapper):
         for name in list(arguments):
             if name in self.value_names or arguments[name] is None:
                 fixed[name] = self.params[name].check_value(arguments.pop(name))
-        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])
+        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than of a generator
         wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_inputs([*arguments.values()])
 
@@ -6132,7 +6132,7 @@ class _WarpKernel(_Wrapper):
             ins=tuple(operands.values()),
             outs=tuple(results.values()),
             n_results=len(results),
-            aliases=tuple([(list(operands).index(key), result) for result, key in enumerate(overwritten)]),
+            aliases=tuple((list(operands).index(key), result) for result, key in enumerate(overwritten)),
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
@@ -6150,6 +6150,7 @@ def _float_indices(arrays: Sequence[Any]) -> list[int]:
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
 # Code that only some versions of Warp need is here and in 10.3, with the versions.  Checked on 1.14 and 1.19.
+# `jaxtype_to_warptype` and `jaxinfo_to_warpinfo` are public functions, which other sections do not use.
 
 
 @contextlib.contextmanager
@@ -6172,7 +6173,7 @@ def _warp_session() -> Iterator[Any]:
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """Return the Warp scalar type of a dtype, to annotate the parameter of a kernel.  (public)
+    """Return the Warp scalar type of a dtype, to annotate the parameter of a kernel.
 
     Args:
       dtype: A dtype, or anything that `numpy.dtype` accepts.
@@ -6197,7 +6198,7 @@ def jaxtype_to_warptype(dtype: Any) -> Any:
 
 
 def jaxinfo_to_warpinfo(info: Any) -> Any:
-    """Return the Warp array type of a spec or an array, to annotate the parameter of a kernel.  (public)
+    """Return the Warp array type of a spec or an array, to annotate the parameter of a kernel.
 
     Args:
       info: Anything with `.shape` and `.dtype`.
@@ -6320,11 +6321,9 @@ class _WarpParam:
         if self.element_shape:
             shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
-            return (
-                f"{fix}. Reshape it: x.reshape{(-1, *self.element_shape)}"
-                if self.ndim == 1 and role == "input"
-                else fix
-            )
+            if self.ndim == 1 and role == "input":
+                fix += f". Reshape it: x.reshape{(-1, *self.element_shape)}"
+            return fix
         if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
             return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
         return f"Reshape it to {self.ndim} dimensions"
@@ -6343,7 +6342,7 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    # JAX has no arrays of structs, and the handler replaces no pointers in structs.
+    # False for arrays of structs, which JAX lacks, and for structs with arrays, whose pointers no handler replaces.
     is_struct_without_arrays = hasattr(element, "vars") and not _contains_arrays(warp_type)
     if dtype is None and not is_struct_without_arrays:
         raise TypeError(
@@ -6402,7 +6401,7 @@ def _warp_array_accesses(kernel: Any) -> _ArrayAccesses:
 # A deferred static is a `wp.static(table[j])` with the variable j of a loop.  Warp evaluates it only when it builds the
 # kernel.  Before that, it hashes all kernels of the module without the value, and builds one kernel for each hash.  If
 # `table` is a tuple, list or other object that Warp does not hash, kernels of a factory that differ only in `table`
-# have equal hashes.  Warp builds one of them, which one is random.  The others have no `deferred_static_expressions`,
+# have equal hashes.  Warp builds one of them, at random.  The others have no `deferred_static_expressions`,
 # and may run its code (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
@@ -6428,7 +6427,7 @@ def _warn_of_deferred_static(kernel: Any, title: str) -> None:
 def _captured_key(function: Any) -> tuple:
     """Return a key of the values that a function captures, except Warp functions, which Warp hashes itself."""
     values = _captured_values(function)
-    return tuple([(name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj")])
+    return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
 # -- 10.4 A launch, as Warp records it -----------------------------------------------------------------
@@ -6516,7 +6515,7 @@ class _WarpTarget(_Target):
         if self.in_order:
             raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
         # Without dimensions, so that the cached batch kernel serves all shapes.
-        arrays = tuple([array._replace(dims=()) for array in self.arrays])
+        arrays = tuple(array._replace(dims=()) for array in self.arrays)
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
 
     @property
@@ -6605,9 +6604,7 @@ class _WarpTarget(_Target):
                 f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
                 "call the kernel with wp.jax_kernel."
             )
-        return tuple(
-            [_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings]
-        )
+        return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
     def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
         """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
@@ -6657,7 +6654,7 @@ class _WarpEmitter(_Emitter):
         entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
         params_memory = _packed_parameters(command)
         self.words = tuple(memoryview(b"".join(params_memory)).cast("q").tolist())
-        self.param_sizes = tuple([len(memory) // 8 for memory in params_memory])  # in words
+        self.param_sizes = tuple(len(memory) // 8 for memory in params_memory)  # in words
         self.placeholders = target.placeholders_in(self.words)
         self.is_batch_launch = target.is_batch_launch
         if command.device.is_cpu:
