@@ -6445,9 +6445,9 @@ def _captured_key(function: Any) -> tuple:
 def _placeholder(buffer: int, is_step: bool) -> int:
     """Return a number that stands for the pointer to a buffer, or for its step.
 
-    No other word of a launch is such a number by accident.  It is aligned as pointers are.
+    No other word of a launch is such a number by accident.  Those of pointers are aligned, as Warp expects.
     """
-    return 0x5EED_0F0A_C417_0000 + 32 * buffer + 16 * is_step
+    return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
 
 class _Placeholder(NamedTuple):
