@@ -6760,7 +6760,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
         lines.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
     tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
+    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)  # so that z is free
 
 
 def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
