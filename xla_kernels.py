@@ -6587,8 +6587,8 @@ class _WarpTarget(_Target):
         else:
             return
         raise NotImplementedError(
-            f"{self.title} must need only one plain kernel launch. Warp needs more with {feature}. Switch this off, or "
-            "call the kernel with wp.jax_kernel."
+            f"{self.title}: a call must need only one plain kernel launch. Warp needs more with {feature}. Switch this "
+            "off, or call the kernel with wp.jax_kernel."
         )
 
     # -- reading the recorded launch -------------------------------------------------------------------
