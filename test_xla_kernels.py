@@ -1513,7 +1513,7 @@ ERRORS = {
          trace_warp, "takes_doubles", spec(3)),
         (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: x.reshape(-1, 2)",
          trace_warp, "matvec", spec(3, 2, 2), spec(3, 4)),
-        (TypeError, "Declare it in outs with its dtype: jax.ShapeDtypeStruct((3,), jnp.float32)",
+        (TypeError, "Declare it with its dtype: jax.ShapeDtypeStruct((3,), jnp.float32)",
          partial(trace_product, outs=spec(3, dtype=np.int32))),
         (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare "
          "jax.ShapeDtypeStruct((1, 2), jnp.float32)", partial(trace_matvec, outs=spec(2))),
@@ -1553,10 +1553,10 @@ ERRORS = {
         (ValueError, "must not overwrite an input or use scratch. Got in_out_argnames=['acc']. Write to a new output",
          partial(trace_warp, "histogram", in_out_argnames=["acc"], differentiable=True)),
         # values and types
-        (TypeError, "'s' is passed by value, as struct .*Settings, .*Got int 1. Pass an instance of",
+        (TypeError, "'s' is passed by value, as struct .*Settings. Got int 1. Pass an instance of",
          partial(call_warp_with, s=1)),
         (Exception, "param m .*warp_kernel 'every'", partial(call_warp_with, m=[1.0, 2.0])),  # Warp's own text
-        (ValueError, "'i' is passed by value, as int8, .*Got ndarray array(300). Pass a number from -128 to 127",
+        (ValueError, "'i' is passed by value, as int8. Got ndarray array(300). Pass a number from -128 to 127",
          partial(call_warp_with, i=np.array(300))),
         (TypeError, "takes a function decorated with warp.kernel; got function", xk.warp_kernel, like_first, spec()),
         (ValueError, "Warp has no scalar type for dtype .*Cast the array to one of: bool, .*float64",
@@ -5088,7 +5088,7 @@ def test_warp_kernels_that_differ_only_in_a_deferred_static_are_warned_about(cas
     found = [warning for warning in recwarn if "may run the code of another kernel" in str(warning.message)]
     assert bool(found) == is_dangerous
     if is_dangerous:
-        assert re.search(r"`wp.static\(table\[j\]\)`.*module=\"unique\"", str(found[0].message))
+        assert re.search(r"'weighted' .*wp.static.*module=\"unique\"", str(found[0].message))
         assert found[0].filename == __file__
     else:
         check_close(results, [3 * factor * THREE for factor in factors])
@@ -5269,6 +5269,15 @@ def test_warp_gradient_of_a_loop_that_is_not_unrolled_is_warned_about():
         jax.eval_shape(jax.grad(lambda x: f(x, x[:, 0]).sum()), spec(3, 3))
 
 
+@needs_warp
+def test_warp_gradient_of_bfloat16_is_warned_about():
+    body = f"i = wp.tid()\n{PRODUCT.replace('float(1.0)', 'wp.bfloat16(1.0)')}out[i] = float(s)"
+    kernel = kernel_with_body(body, x="wp.array2d(dtype=wp.bfloat16)")
+    f = xk.warp_kernel(kernel, like_last, launch_dims=3, differentiable=True)
+    with pytest.warns(UserWarning, match="needs 's' as it was"):
+        jax.eval_shape(jax.grad(lambda x, y: f(x, y).sum()), spec(3, 3, dtype=jnp.bfloat16), spec(3))
+
+
 # -- launches ------------------------------------------------------------------------------------------
 
 WARP_INDICES = [  # the type of the first array, its shape, the start of a kernel, and how many indices that gives
@@ -5354,7 +5363,7 @@ def test_warp_arguments_bind_as_pythons():
         f(INTEGERS, index=3)
     with pytest.raises(TypeError, match=r"got 1 by position and \(acc\) by name"):
         f(INTEGERS, acc=THREE)
-    text = r"'weight' is passed by value, as float32, .*traced float32.*wp\.array\(dtype=wp\.float32\).*static_argnums"
+    text = r"'weight' is passed by value, as float32. Got float32\[\]. .* traced.*dtype=wp\.float32\).*static_argnums"
     with pytest.raises(TypeError, match=text):
         jax.vmap(f, (None, 0))(INTEGERS, THREE)
 

@@ -68,7 +68,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     `_op_lowering`                                 chooses the backend, because now the platform is known
 #     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
 #
-# - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernelWithValues._find_target`.
+# - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernel._find_target`.
 # - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
 #   and returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
 # - A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
@@ -3906,7 +3906,7 @@ def _only_read(kernel: Any) -> set[int]:
     if not any(isinstance(block.terminator, ir.Return) for block in blocks):
         return set()
     parameters = {}  # {variable: index of the parameter}
-    viewed: set[str] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
+    viewed: dict[str, list[str]] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
     stored: list[Any] = []  # the variables that may be stored to
     for statement in (statement for block in blocks for statement in block.body):
         value = statement.value if isinstance(statement, ir.Assign) else statement
@@ -5760,9 +5760,9 @@ class _CudaBatch:
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
 #     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
 #       (`_WarpTarget.cuda_launch`)
-#     - which launches are more than the start of a kernel (`_check_recorded_launch`)
+#     - which launches need more than one plain kernel launch (`_check_recorded_launch`)
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
-#     - that kernels which loop over the grid do not use z, and how native functions are created (10.5).
+#     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
 #       test_warp_a_batch_is_one_launch counts launches.
 
 _WARP_INSTALL = "pip install warp-lang numba"
@@ -5825,14 +5825,15 @@ def warp_kernel(
       kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  Without a kernel,
         `warp_kernel(outs=...)` is a decorator.
       outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a callable that returns one, as for `numba_kernel`.  The
-        callable gets the specs of arrays, and the values as they are.  If the launch is empty, outputs are zeros, or
-        the input that they are aliased to.
+        callable gets the specs of arrays, and the values as they are.  If a launch dimension is 0, outputs are zeros,
+        or the input that they are aliased to.
       launch_dims: An int, a tuple of up to 4 ints, or a callable of the inputs that returns one: the number of threads
         for each index of `wp.tid()`.  The callable gets JAX shapes, without batch dimensions.  By default, the
-        dimensions of the first array with more than one element.  The default is allowed if `wp.tid()` returns as many
-        indices, and if all other arrays begin with the same dimensions, or with ones.  The dimensions of vectors and
-        matrices do not count.  Too many threads write beyond arrays and corrupt memory.  To find out, set
-        `wp.config.mode = "debug"` before the first call.
+        dimensions of the first array, not counting arrays of one element, and without the dimensions of vectors and
+        matrices.  The default is allowed if `wp.tid()` returns one index per dimension, and if every other array begins
+        with the same dimensions, or with ones.  Arrays of one element, or with fewer dimensions, may have any shape.
+        Too many threads write beyond arrays and corrupt memory.  To find out, set `wp.config.mode = "debug"` before the
+        first call.
       block_dim: An int, the number of threads per block on GPUs.  On CPUs a block has one thread.  Default 256.
       tiled: A bool.  True for kernels whose blocks work on tiles, as with `wp.launch_tiled`.  Then `launch_dims` counts
         blocks, in up to 3 dimensions.  Default False.
@@ -5852,7 +5853,7 @@ def warp_kernel(
       ValueError: If `launch_dims` is missing or out of range, a value is out of range, an option does not support
         `differentiable`, or the kernel has no adjoint.
       RuntimeError: If Warp rejects a value.
-      NotImplementedError: If a launch is more than the start of one kernel: deterministic mode and clusters on GPUs,
+      NotImplementedError: If Warp needs more than one plain kernel launch: deterministic mode and clusters on GPUs,
         `enable_cpu_blocks` on CPUs.  Use `wp.jax_kernel`.  Also if a program for CUDA is lowered without a GPU.
 
     Example:
@@ -5902,17 +5903,19 @@ class _WarpOptions(_Options):
 
 
 class _WarpKernel(_Wrapper):
-    """A Warp kernel as a JAX function of arrays and values.
+    """A Warp kernel as a JAX function, with fixed values for some of its parameters.
 
-    A call separates the arrays from the values.  A `_WarpKernelWithValues`, one for each combination of values, is
-    called with the arrays:
+    The user's wrapper has no fixed values.  Its calls separate the arrays from the values.  Another `_WarpKernel`, one
+    for each combination of values, is called with the arrays:
 
-        f(x, 2.0)  ->  _WarpKernelWithValues(kernel, options, params, values={"factor": 2.0})._call_inputs([x])
+        f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_inputs([x])
+
+    `params` has all parameters of the kernel, and `parameters` the names of those that are not fixed.
     """
 
     decorator = "warp_kernel"
 
-    def __init__(self, kernel: Any, options: Any) -> None:
+    def __init__(self, kernel: Any, options: Any, fixed: Mapping[str, Any] | None = None) -> None:
         wp = _import("warp", "warp_kernel", _WARP_INSTALL)
         if not isinstance(kernel, wp.Kernel):
             raise _unsupported_kernel_error("warp_kernel", "a function decorated with warp.kernel", kernel)
@@ -5923,60 +5926,42 @@ class _WarpKernel(_Wrapper):
             )
         self.params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
         self.value_names = {name for name, param in self.params.items() if not param.ndim}
-        super().__init__(kernel, options, tuple(self.params))
-        self.by_values = _BoundedCache()  # {key of the values: `_WarpKernelWithValues`}
-
-    @functools.cached_property
-    def without_values(self) -> _WarpKernelWithValues:
-        return _WarpKernelWithValues(self.kernel, self.options, self.params, {})
+        # {parameter: value}.  An array with the value None is a null array.  Later traces need a copy, because the
+        # caller may change a struct.
+        self.fixed = copy.deepcopy(fixed or {})
+        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.fixed))
+        self.all_parameters = tuple(self.params)
+        self.by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not named and not self.value_names and types.NoneType not in map(type, args):
-            return self.without_values._call_inputs(args)
+            return self._call_inputs(args)  # fast path: only arrays, all by position
         arguments = self._bind_arguments(args, named)
-        values = {}
-        for name, argument in list(arguments.items()):
-            if name in self.value_names or argument is None:
-                values[name] = self.params[name].check_value(arguments.pop(name))
-        return self._with_values(values)._call_inputs([*arguments.values()])
+        fixed = {}
+        for name in list(arguments):
+            if name in self.value_names or arguments[name] is None:
+                fixed[name] = self.params[name].check_value(arguments.pop(name))
+        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than of a generator
+        wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, fixed))
+        return wrapper._call_inputs([*arguments.values()])
 
-    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernelWithValues:
-        if not values:
-            return self.without_values
-        key = tuple([(name, _value_key(value)) for name, value in values.items()])
-        if key in self.by_values:
-            return self.by_values[key]
-        return self.by_values.keep(key, _WarpKernelWithValues(self.kernel, self.options, self.params, values))
-
-    # A pickle by value would contain the kernel's whole module, which the other process would then have twice.
+    # Pickle by reference, even if no module holds the wrapper.  A pickle by value would contain the kernel's whole
+    # module, which the other process would then have twice.
     _reduce_without_module = _PickledByReference._reduce_without_module
-
-
-class _WarpKernelWithValues(_Wrapper):
-    """A Warp kernel with fixed values for some parameters, as a JAX function of its arrays.
-
-    A value of None for an array is a null array.  `parameters` has the names of all parameters without a value.
-    """
-
-    decorator = "warp_kernel"
-
-    def __init__(self, kernel: Any, options: Any, params: Mapping[str, _WarpParam], values: Mapping[str, Any]) -> None:
-        super().__init__(kernel, options, tuple(name for name in params if name not in values))
-        self.params = params
-        self.all_parameters = tuple(params)
-        self.values = copy.deepcopy(values)  # for later traces, because the caller may change a struct
 
     # -- options that refer to arguments ---------------------------------------------------------------
 
     def _input_index(self, key: Any, n_in: int) -> int:
-        """Return the number of an aliased input.  A key that is a number counts all arguments, including values."""
+        """Return the index of an aliased input.  A key that is an index counts all arguments, including values."""
         name = dict(enumerate(self.params)).get(key, key)
         return super()._input_index(name, n_in)
 
     def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
         """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
-        specs = iter(ins)
-        arguments = [self.values[name] if name in self.values else next(specs) for name in self._argument_names(ins)]
+        arguments: list[Any] = list(ins)
+        for position, name in enumerate(self.params):
+            if name in self.fixed:
+                arguments.insert(position, self.fixed[name])
         return super()._option_value(what, arguments)
 
     # -- from a call to a target -----------------------------------------------------------------------
@@ -5995,41 +5980,42 @@ class _WarpKernelWithValues(_Wrapper):
                 f"got {n_in} inputs and {len(call.outs)} outputs, including scratch. An in-out argument is both, "
                 "and is listed in in_out_argnames."
             )
-        for number, (name, spec) in enumerate(zip(names, specs)):
-            self._check_array(name, spec, is_input=number < n_in, is_result=number < n_in + call.n_results)
-        buffers = {name: number for number, name in enumerate(names)}  # of an in-out argument: the output
-        _check_stores(self, call, _warp_store_analysis(self.kernel), buffers, inputs_are_readonly=False)
+        for buffer, (name, spec) in enumerate(zip(names, specs)):
+            role = "input" if buffer < n_in else "output" if buffer < n_in + call.n_results else "scratch"
+            self.params[name].check_array(spec, "in-out" if name in self.in_outs else role)
+        # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
+        buffer_of = {name: buffer for buffer, name in enumerate(names)}
+        _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of, inputs_are_readonly=False)
         _warn_of_deferred_static(self.kernel, self.title)
-        return self._target(call, {(name, "data"): number for name, number in buffers.items()}, call.ins)
+        return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
 
-    def _check_array(self, name: str, spec: Spec, is_input: bool, is_result: bool) -> None:
-        role = "in-out" if name in self.in_outs else "input" if is_input else "output" if is_result else "scratch"
-        self.params[name].check_array(spec, role)
-
-    def _target(
-        self, call: _CallParams, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
+    def _make_target(
+        self, call: _CallParams, buffer_of: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
     ) -> _WarpTarget:
         """Return what launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
           call: the `_CallParams`.
-          buffers: {(parameter, "data" or "grad"): number of the buffer that the parameter's array gets}.
+          buffer_of: {(parameter, "data" or "grad"): index of the buffer that the parameter's array gets}.
           user_ins: the specs of the user's inputs, for options that are callables.
         """
         specs = call.ins + call.outs
         arrays = []
-        for (name, field), number in buffers.items():
-            arrays.append(_WarpArray(name, field, number, self.params[name].array_dims(specs[number].shape)))
+        for (name, field), buffer in buffer_of.items():
+            arrays.append(_WarpArray(name, field, buffer, self.params[name].array_dims(specs[buffer].shape)))
         launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
+        condition = ", if the kernel changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
             runs_on="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative_advice=self._derivative_advice(call),
+            derivative_advice=""
+            if self.options.differentiable
+            else f"Pass differentiable=True for reverse mode{condition}. ",
             kernel=self.kernel,
-            values=self.values,
-            key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
+            fixed=self.fixed,
+            key=(_warp_content(self.kernel), *map(_value_key, self.fixed.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
@@ -6038,34 +6024,26 @@ class _WarpKernelWithValues(_Wrapper):
             given_name=self.options.name,
             in_order=self.options.in_order,
         )
-        self._register_early(target)
-        return target
-
-    def _derivative_advice(self, call: _CallParams) -> str:
-        if self.options.differentiable:
-            return ""
-        condition = ", if the kernel changes nothing in place" if call.aliases else ""
-        return f"Pass differentiable=True for reverse mode{condition}. "
-
-    def _register_early(self, target: _WarpTarget) -> None:
-        """Build the kernel while JAX traces the call, so that errors of the build show the user's call."""
+        # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
         platform = _default_platform().replace("gpu", "cuda")
-        if platform not in ("cpu", "cuda") or target.is_noop:
-            return
-        target.prepare_lowering(platform)
-        if self.options.name:  # an exported program may have a batch, in a process that lowers none
-            target.prepare_lowering(platform, has_batch=True)
+        if platform in ("cpu", "cuda") and not target.is_noop:
+            target.prepare_lowering(platform)
+            if self.options.name:
+                # Register the handler for batches, too: a process that runs an exported program never lowers it.
+                target.prepare_lowering(platform, has_batch=True)
+        return target
 
     # -- launch dimensions -----------------------------------------------------------------------------
 
     def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
         launch_dims = self._option_value("launch_dims", user_ins)
-        analysis = _warp_store_analysis(self.kernel)
-        if launch_dims is None:
-            launch_dims = self._default_launch_dims(array_dims, self._argument_names(user_ins))
+        accesses = _warp_store_analysis(self.kernel)
+        shown = f"launch_dims={launch_dims}"
+        is_default = launch_dims is None
+        if is_default:
+            launch_dims = self._default_launch_dims(array_dims, n_arguments=len(user_ins) + len(self.fixed))
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
-            _check_n_indices(self.title, shown, len(launch_dims), analysis.n_indices, "wp.tid()")
         most_dims = _WARP_MAX_DIMS - self.options.tiled
         problem = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
@@ -6074,28 +6052,27 @@ class _WarpKernelWithValues(_Wrapper):
         )
         dims = _ints(launch_dims, problem)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        has_blocks = self.options.tiled or analysis.uses_tiles
-        if analysis.n_indices and not has_blocks:
-            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), analysis.n_indices, "wp.tid()")
+        has_blocks = self.options.tiled or accesses.uses_tiles
+        if is_default or (accesses.n_indices and not has_blocks):
+            _check_n_indices(self.title, shown, len(dims), accesses.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(problem)
         return dims
 
-    def _default_launch_dims(
-        self, array_dims: Mapping[str, tuple[int, ...]], argument_names: Sequence[str]
-    ) -> tuple[int, ...]:
-        """Return the dimensions of the first array with more than one element, if all other arrays agree with them.
+    def _default_launch_dims(self, array_dims: Mapping[str, tuple[int, ...]], n_arguments: int) -> tuple[int, ...]:
+        """Return the dimensions of the first array, if every other array begins with the same dimensions, or with ones.
 
-        If arrays differ, any choice might leave out elements or write beyond an array.
+        If they differ, any choice might leave out elements or write beyond an array.  Two kinds of arrays are exempt:
+        those of one element (a parameter, or a total), and those with fewer dimensions (a value for each row).
         """
-        large = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
-        first, first_dims = next(iter((large or array_dims).items()), ("", ()))
+        counted = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
+        first, first_dims = next(iter((counted or array_dims).items()), ("", ()))
         n_dims = len(first_dims)
-        for name, dims in large.items():
+        for name, dims in counted.items():
             if len(dims) >= n_dims and dims[:n_dims] not in (first_dims, (1,) * n_dims):
-                shown = ", ".join(argument_names)
+                shown = ", ".join(self.all_parameters[:n_arguments])
                 raise ValueError(
-                    f"{self.title}: launch_dims may be omitted only if all arrays have the same dimensions. "
+                    f"{self.title}: launch_dims may be omitted only if all arrays begin with the same dimensions. "
                     f"{first!r} has {first_dims}, and {name!r} has {dims}. "
                     f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
@@ -6117,10 +6094,11 @@ class _WarpKernelWithValues(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_numbers(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))])
         call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
-        float_inputs = _float_numbers(args)
-        gradients = call.bind(operands)[-len(float_inputs) :] if float_inputs else []  # the last results
+        float_inputs = _float_indices(args)
+        results = call.bind(operands)
+        gradients = results[len(results) - len(float_inputs) :]
         cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
         for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
@@ -6135,56 +6113,47 @@ class _WarpKernelWithValues(_Wrapper):
 
             (inputs, outputs, cotangents)  ->  (copies of what is overwritten, gradients of the inputs)
         """
-        input_names = self.parameters[: len(args)]
-        output_names = self.parameters[len(args) :]
-        stored_in_replay = _warp_store_analysis(self.kernel).stored_in_replay
-        arrays = []
-        for name, spec in zip(self.parameters, [*args, *outs], strict=True):
-            arrays.append(_AdjointArray(name, "data", "overwritten" if name in stored_in_replay else "read", spec))
-        arrays += [_AdjointArray(output_names[j], "grad", "overwritten", outs[j]) for j in _float_numbers(outs)]
-        arrays += [_AdjointArray(input_names[i], "grad", "result", args[i]) for i in _float_numbers(args)]
-        operands = [array for array in arrays if array.role != "result"]
-        overwritten = [array for array in arrays if array.role == "overwritten"]
-        results = overwritten + [array for array in arrays if array.role == "result"]
+        n_in = len(args)
+        names = self.parameters
+        replayed = _warp_store_analysis(self.kernel).stored_in_replay
+        # The specs of the arrays by (parameter, field), as in `_WarpArray`.
+        data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
+        cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
+        gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
+        operands = data | cotangents
+        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in replayed}
+        results = overwritten | gradients
         call = _CallParams(
-            ins=tuple([array.spec for array in operands]),
-            outs=tuple([array.spec for array in results]),
+            ins=tuple(operands.values()),
+            outs=tuple(results.values()),
             n_results=len(results),
-            aliases=tuple([(operands.index(array), results.index(array)) for array in overwritten]),
+            aliases=tuple((list(operands).index(key), result) for result, key in enumerate(overwritten)),
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
-        buffers = [*operands, *results]
-        # An overwritten array is in `buffers` twice.  Both buffers have the same memory, so either number is right.
-        numbers = {(array.parameter, array.field): buffers.index(array) for array in arrays}
-        target = self._target(call, numbers, args)
+        # An overwritten array has two buffers, an operand and a result, in the same memory.  Either index is right.
+        buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
+        target = self._make_target(call, buffer_of, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
 
-class _AdjointArray(NamedTuple):
-    """An array that Warp's adjoint of a kernel gets."""
-
-    parameter: str
-    field: str  # "data", or "grad" for its gradient
-    role: str  # "read"; "overwritten", an operand aliased to a result; "result", a gradient that starts from zeros
-    spec: Spec
-
-
-def _float_numbers(arrays: Sequence[Any]) -> list[int]:
-    """Return the numbers of those arrays that have a floating-point dtype, in their order."""
-    return [number for number, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+def _float_indices(arrays: Sequence[Any]) -> list[int]:
+    """Return the indices of the arrays with a floating-point dtype."""
+    return [i for i, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
 # Code that only some versions of Warp need is here and in 10.3, with the versions.  Checked on 1.14 and 1.19.
+# `jaxtype_to_warptype` and `jaxinfo_to_warpinfo` are public functions, which other sections do not use.
 
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
     """Hold the lock of Warp, and yield the initialized module.
 
-    Warp's builds of modules are not thread-safe.  Warp prints nothing unless the user has raised its log level.
+    Warp's builds of modules are not thread-safe.  Warp prints no messages, unless the user has made it more verbose
+    than INFO, its default.
     """
     wp = _import("warp", "warp_kernel", _WARP_INSTALL)
     with _WARP_LOCK:
@@ -6199,7 +6168,7 @@ def _warp_session() -> Iterator[Any]:
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """Return the Warp scalar type of a dtype.
+    """Return the Warp scalar type of a dtype, to annotate the parameter of a kernel.
 
     Args:
       dtype: A dtype, or anything that `numpy.dtype` accepts.
@@ -6259,18 +6228,18 @@ class _WarpParam:
     title: str  # for error messages
     type: Any  # Warp's type
     dtype: np.dtype | None  # of the scalars; None for a struct
-    inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
+    element_shape: tuple[int, ...]  # () for scalars, (3,) for vec3
     ndim: int  # number of dimensions of an array, without those of its elements; 0 for a value
 
     def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of an array, without those of its elements.  An input of one element may omit them."""
-        dims = shape[: len(shape) - len(self.inner)]
+        dims = shape[: len(shape) - len(self.element_shape)]
         return tuple(dims) or (1,) * self.ndim
 
     def __str__(self) -> str:
         """The parameter as a JAX array: float32[:,3]."""
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
-        dims = [":"] * self.ndim + [*map(str, self.inner)]
+        dims = [":"] * self.ndim + [*map(str, self.element_shape)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
     # -- values --
@@ -6278,29 +6247,24 @@ class _WarpParam:
     def check_value(self, value: Any) -> Any:
         """Return a value for the parameter as Warp can take it, or raise an error."""
         if isinstance(value, jax.core.Tracer):
-            element = f"wp.{self.dtype}" if self.dtype and not self.inner else "..."
-            raise self._value_error(
+            element = f"wp.{self.dtype}" if self.dtype and not self.element_shape else "..."
+            raise self._error(
                 TypeError,
                 value,
-                f"Annotate the parameter as wp.array(dtype={element}) and read its element [0], or mark the argument "
-                "as static: jax.jit(f, static_argnums=...)",
+                "This value is traced, but must be known when JAX traces the call. Annotate the parameter as "
+                f"wp.array(dtype={element}) and read its element [0], or mark the argument as static: "
+                "jax.jit(f, static_argnums=...)",
             )
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             # Warp would read the memory of any object as this struct.
-            raise self._value_error(TypeError, value, f"Pass an instance of {self.type.key}")
+            raise self._error(TypeError, value, f"Pass an instance of {self.type.key}")
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             for number in _python_numbers(value).ravel():
                 # Warp would wrap around.
                 if isinstance(number, (int, np.integer)) and not limits.min <= number <= limits.max:
-                    raise self._value_error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
+                    raise self._error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
         return np.asarray(value) if isinstance(value, jax.Array) else value
-
-    def _value_error(self, kind: type[Exception], value: Any, fix: str) -> Exception:
-        is_traced = isinstance(value, jax.core.Tracer)
-        rule = "so its value must be known when JAX traces the call" if is_traced else "so it must fit this type"
-        shown = f"the traced {_format_spec(value)}" if is_traced else f"{type(value).__name__} {value!r:.80}"
-        return kind(f"{self.title} is passed by value, as {self}, {rule}. Got {shown}. {fix}.")
 
     # -- arrays --
 
@@ -6310,41 +6274,51 @@ class _WarpParam:
         `role` is "input", "in-out", "output" or "scratch".
         """
         if self.ndim == 0:
-            self._raise(TypeError, spec, "Values are inputs. List the parameter before the outputs", is_value=True)
+            raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
         if spec.dtype != self.dtype:
-            self._raise(TypeError, spec, self._dtype_fix(spec, role))
-        has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
-        if not has_all_dims and spec.shape != self.inner:
-            self._raise(TypeError, spec, self._shape_fix(spec, role))
-        if not has_all_dims and self.inner and role != "input":
-            # Otherwise `outs=lambda x: x` for float32[3] would be one vector, and three threads would write three.
-            one = (1,) * self.ndim + self.inner
-            fix = f"For a single element, declare {_spec_code(one, self.dtype)}"
-            self._raise(TypeError, spec, f"{fix}, and reshape the input: x.reshape{one}" if role == "in-out" else fix)
+            raise self._error(TypeError, spec, self._dtype_fix(spec, role))
+        has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
+        if not has_all_dims and spec.shape != self.element_shape:
+            raise self._error(TypeError, spec, self._shape_fix(spec, role))
+        if not has_all_dims and self.element_shape and role != "input":
+            # float32[3] can mean one vec3, or, by mistake, three of them (`outs=lambda x: x`).  In the second case, the
+            # kernel would write beyond the buffer.
+            one = (1,) * self.ndim + self.element_shape
+            reshape = f", and reshape the input: x.reshape{one}" if role == "in-out" else ""
+            fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
+            raise self._error(TypeError, spec, fix)
         if not all(isinstance(size, int) for size in spec.shape):
-            self._raise(NotImplementedError, spec, "A launch needs known dimensions. Export a program for each shape")
-        if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+            raise self._error(NotImplementedError, spec, "A launch needs known dimensions. Export a program per shape")
+        largest_extent = max(spec.shape, default=1)
+        largest_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        if max(largest_extent, largest_stride) > _WARP_MAX_EXTENT:
             fix = f"Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}. Split the array"
-            self._raise(ValueError, spec, fix)
+            raise self._error(ValueError, spec, fix)
 
-    def _raise(self, kind: type[Exception], spec: Spec, fix: str, is_value: bool = False) -> None:
-        rule = f"is passed by value, as {self}" if is_value else f"must be an array {self}"
-        raise kind(f"{self.title} {rule}. Got {_format_spec(spec)}. {fix}.")
+    def _error(self, kind: type[Exception], argument: Any, fix: str) -> Exception:
+        """Return the error for a value, or for the spec of an array, that cannot be the argument."""
+        rule = f"must be an array {self}" if self.ndim else f"is passed by value, as {self}"
+        if isinstance(argument, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            shown = _format_spec(argument)
+        else:
+            shown = f"{type(argument).__name__} {argument!r:.80}"
+        return kind(f"{self.title} {rule}. Got {shown}. {fix}.")
 
     def _dtype_fix(self, spec: Spec, role: str) -> str:
         if role in ("output", "scratch"):
-            option = "outs" if role == "output" else "scratch"
-            return f"Declare it in {option} with its dtype: {_spec_code(spec.shape, self.dtype)}"
+            return f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
         cast = f"x = jnp.asarray(x, jnp.{self.dtype})"
         if self.dtype and self.dtype.itemsize == 8:
             return f"JAX truncates it to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
 
     def _shape_fix(self, spec: Spec, role: str) -> str:
-        if self.inner:
-            shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.inner))})"
+        if self.element_shape:
+            shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
-            return f"{fix}. Reshape it: x.reshape{(-1, *self.inner)}" if self.ndim == 1 and role == "input" else fix
+            if self.ndim == 1 and role == "input":
+                fix += f". Reshape it: x.reshape{(-1, *self.element_shape)}"
+            return fix
         if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
             return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
         return f"Reshape it to {self.ndim} dimensions"
@@ -6363,14 +6337,15 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
+    # False for arrays of structs, which JAX lacks, and for structs with arrays, whose pointers no handler replaces.
     is_struct_without_arrays = hasattr(element, "vars") and not _contains_arrays(warp_type)
     if dtype is None and not is_struct_without_arrays:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
             f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
         )
-    inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(title, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
+    element_shape = tuple(getattr(element, "_shape_", ()))
+    return _WarpParam(title, warp_type, dtype, element_shape, ndim=warp_type.ndim if is_array else 0)
 
 
 def _contains_arrays(warp_type: Any) -> bool:
@@ -6394,6 +6369,7 @@ def _value_key(value: Any) -> tuple:
 def _warp_content(kernel: Any) -> tuple[str, ...]:
     """Return all that decides a kernel's machine code: its module, Warp's hash of it, and its options.
 
+    This also makes Warp update the `hash` and `grid_stride` of all kernels of the module, and try a failed build again.
     Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
     The module's name is included, because Warp builds each module on its own.  If a factory recreates a kernel in
     a unique module, and the hash is the same, Warp returns the existing module and kernel.
@@ -6401,82 +6377,52 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
-        kernel.module.get_module_hash()  # also updates the hashes of kernels
+        kernel.module.get_module_hash()  # updates the kernels
         options = kernel.module.resolve_options(wp.config) | kernel.options
         options["block_dim"] = None  # in Warp 1.14 that of the last launch
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {content: `_StoreAnalysis`}
+_WARP_ACCESSES = _BoundedCache()  # {content: `_StoreAnalysis`}
 
 
 def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     """Return what the source of a kernel does to its arrays."""
     content = _warp_content(kernel)
     given = [_ArrayView(arg.label, arg.type.ndim) if hasattr(arg.type, "ndim") else None for arg in kernel.adj.args]
-    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _StoreAnalysis(kernel, given))
+    return _WARP_ACCESSES.get(content) or _WARP_ACCESSES.keep(content, _StoreAnalysis(kernel, given))
 
 
-# Warp evaluates `wp.static(table[j])` only when it builds a kernel, if `j` is the variable of a loop.  Before that, it
-# hashes all kernels of the module without this value, and builds one kernel for each hash.  If `table` is a tuple, list
-# or other object that Warp does not hash itself, kernels of a factory that differ only in `table` have equal hashes.
-# All but one of them keep the hash without the value, and so may run each other's code (Warp 1.14 to 1.19, also with
-# `wp.launch`; which ones is random).  Such kernels are those whose deferred expressions have no value after hashing.
+# A deferred static is a `wp.static(table[j])` with the variable j of a loop.  Warp evaluates it only when it builds the
+# kernel.  Before that, it hashes all kernels of the module without the value, and builds one kernel for each hash.  If
+# `table` is a tuple, list or other object that Warp does not hash, kernels of a factory that differ only in `table`
+# have equal hashes.  Warp builds one of them, at random.  The others have no `deferred_static_expressions`,
+# and may run its code (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
-    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`."""
-    with _warp_session():
-        others = _similar_kernels(kernel)
-        if not others:
-            return
-        _warp_content(kernel)  # updates the hashes, and evaluates what Warp can
-        deferred = [text for function in _warp_functions(kernel) for text in _unevaluated_static(function)]
-        if not deferred or not any(_differ_in_captured_values(kernel, other) for other in others):
-            return
-    warnings.warn(
-        f"{title} may run the code of another kernel, because Warp takes kernels of one module for the same kernel if "
-        f"they differ only in `{deferred[0]:.60}` in a loop. Another kernel of this module differs only in "
-        'captured values. Decorate these kernels with @wp.kernel(module="unique").',
-        skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
-    )
+    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`.
+
+    The caller has updated the kernels of the module (`_warp_content`).
+    """
+    adj = kernel.adj
+    if adj.deferred_static_expressions or not adj.has_unresolved_static_expressions:
+        return
+    with _WARP_LOCK:
+        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == adj.source]
+    if len({_captured_key(other.func) for other in [kernel, *similar]}) > 1:
+        warnings.warn(
+            f"{title} may run the code of another kernel. Warp takes kernels of one module for the same kernel if they "
+            "differ only in the value of a wp.static in a loop, and another kernel of this module differs only in "
+            'captured values. Decorate these kernels with @wp.kernel(module="unique").',
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+        )
 
 
-def _warp_functions(kernel: Any) -> list[Any]:
-    """Return a kernel, followed by the user's functions that it calls, directly or indirectly."""
-    functions = [kernel]
-    for function in functions:  # the list grows in this loop
-        for called in function.adj.get_references()[2]:
-            overloads = () if called.is_builtin() else called.user_overloads.values()
-            functions += [overload for overload in overloads if overload not in functions]
-    return functions
-
-
-def _unevaluated_static(function: Any) -> list[str]:
-    """Return the text of each `wp.static` in a function, if Warp has deferred some and evaluated none of these."""
-    adj = function.adj
-    if not adj.has_unresolved_static_expressions or adj.deferred_static_expressions:
-        return []
-    calls = [node for node in ast.walk(adj.tree) if isinstance(node, ast.Call)]
-    return [ast.unparse(call) for call in calls if ast.unparse(call.func).endswith("static")]
-
-
-def _similar_kernels(kernel: Any) -> list[Any]:
-    """Return the other kernels of the module that have the same name and source."""
-    candidates: list[Any] = []
-    for other in kernel.module._get_live_kernels():
-        candidates += other.overloads.values() if other.is_generic else [other]
-    return [x for x in candidates if x is not kernel and (x.key, x.adj.source) == (kernel.key, kernel.adj.source)]
-
-
-def _differ_in_captured_values(*kernels: Any) -> bool:
-    """Return whether kernels, or the functions that they call, capture different values."""
-    keys = set()
-    for kernel in kernels:
-        values = [pair for function in _warp_functions(kernel) for pair in _captured_values(_py_func(function))]
-        # Warp hashes functions itself, and they are in `_warp_functions`.
-        keys.add(tuple([(name, _exact_text(x) or id(x)) for name, x in values if not hasattr(x, "adj")]))
-    return len(keys) > 1
+def _captured_key(function: Any) -> tuple:
+    """Return a key of the values that a function captures, except Warp functions, which Warp hashes itself."""
+    values = _captured_values(function)
+    return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
 # -- 10.4 A launch, as Warp records it -----------------------------------------------------------------
@@ -6491,24 +6437,19 @@ def _differ_in_captured_values(*kernels: Any) -> bool:
 # A batch launch (10.5) also passes the step of each buffer: the number of bytes from one slice to the next.
 
 
-def _placeholder_pointer(buffer: int) -> int:
-    """Return a number that stands for the pointer to a buffer.
+def _placeholder(buffer: int, is_step: bool) -> int:
+    """Return a number that stands for the pointer to a buffer, or for its step.
 
-    No other word of a launch is such a number by accident.  It is aligned as pointers are.
+    No other word of a launch is such a number by accident.  Those of pointers are aligned, as Warp expects.
     """
-    return 0x5EED_0F0A_C417_0000 + 16 * buffer
-
-
-def _placeholder_step(buffer: int) -> int:
-    """Return a number that stands for the step of a buffer."""
-    return 0x5EED_0F0A_C416_FFF0 - 16 * buffer  # below all placeholder pointers
+    return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
 
 class _Placeholder(NamedTuple):
     """A word of a launch that the handler replaces for each slice."""
 
-    word: int  # the position in the words of the launch
-    buffer: int  # the number of the buffer
+    position: int  # in the words of the launch
+    buffer: int  # the index of the buffer
     is_step: bool  # replaced by the step of the buffer; otherwise by the pointer
 
 
@@ -6517,7 +6458,7 @@ class _WarpArray(NamedTuple):
 
     parameter: str
     field: str  # "data", or "grad" for the gradient of the parameter
-    buffer: int  # the number among the inputs and outputs of the call
+    buffer: int  # the index among the inputs and outputs of the call
     dims: tuple[int, ...]  # without those of vectors and matrices
 
 
@@ -6529,8 +6470,8 @@ class _WarpTarget(_Target):
     """
 
     kernel: Any = dataclasses.field(compare=False)
-    values: Mapping[str, Any] = dataclasses.field(compare=False)
-    key: tuple  # compared instead of the kernel and the values
+    fixed: Mapping[str, Any] = dataclasses.field(compare=False)  # values, and None for null arrays
+    key: tuple  # compared instead of the kernel and the fixed values
     arrays: tuple[_WarpArray, ...]
     launch_dims: tuple[int, ...]
     block_dim: int
@@ -6544,9 +6485,9 @@ class _WarpTarget(_Target):
         """Record a launch, and register a handler for it."""
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
         if not devices:
-            return super().prepare_lowering(platform)  # raises the error
+            return super().prepare_lowering(platform)  # raises: unsupported platform
         if platform == "cuda" and has_batch:
-            with _log_per_slice_fallback(self.title):
+            with _log_per_slice_fallback(self.title):  # if a batch launch is unsupported, log the reason and go on
                 return self._for_batch_launch().prepare_lowering(platform)
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
@@ -6554,11 +6495,11 @@ class _WarpTarget(_Target):
             emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
             # Read the content again, because it may have changed since the kernel was traced.
             content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
-            layout = str((platform, emitter.block_sizes, emitter.placeholders))
+            layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, content, platform, self.given_name, layout)
 
             def compile_handler() -> _CompiledHandler:
-                _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+                _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
                 return _compile_handler(self.signature, emitter)
 
             name = _REGISTRY.warp_target_name(specialization, compile_handler)
@@ -6568,8 +6509,13 @@ class _WarpTarget(_Target):
         """Return a target that runs a batch in one launch."""
         if self.in_order:
             raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-        arrays = tuple([array._replace(dims=()) for array in self.arrays])
+        # Without dimensions, so that the cached batch kernel serves all shapes.
+        arrays = tuple(array._replace(dims=()) for array in self.arrays)
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
+
+    @property
+    def uses_tiles(self) -> bool:
+        return _warp_store_analysis(self.kernel).uses_tiles
 
     # -- recording -------------------------------------------------------------------------------------
 
@@ -6582,6 +6528,7 @@ class _WarpTarget(_Target):
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         if gradients:
             self._check_has_adjoint()
+            # Values have an adjoint, too, which starts from zero and is not used.
             adjoint_inputs = [gradients.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
@@ -6594,12 +6541,12 @@ class _WarpTarget(_Target):
 
     def _launch_arguments(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
         """Return {parameter: argument} and {parameter: gradient}, with arrays at placeholder pointers."""
-        arguments = dict(self.values)
+        arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
+        # Gradients ("grad") come before data, because the array with the data refers to its gradient.
         for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field, reverse=True):
-            # Gradients come first, because the array with the data refers to its gradient.
             array = wp.array(
-                ptr=_placeholder_pointer(buffer),
+                ptr=_placeholder(buffer, is_step=False),
                 shape=dims,
                 dtype=warp_types[name].dtype,
                 device=device,
@@ -6607,7 +6554,7 @@ class _WarpTarget(_Target):
             )
             (arguments if field == "data" else gradients)[name] = array
             if self.is_batch_launch:
-                arguments[_STEP.format(buffer)] = _placeholder_step(buffer)
+                arguments[_STEP.format(buffer)] = _placeholder(buffer, is_step=True)
         return arguments, gradients
 
     def _check_has_adjoint(self) -> None:
@@ -6620,7 +6567,7 @@ class _WarpTarget(_Target):
             )
 
     def _check_recorded_launch(self, wp: Any, command: Any, device: str) -> None:
-        """Raise an error if the kernel was not built, or if a launch is more than the start of one kernel."""
+        """Raise an error if the kernel was not built, or if Warp needs more than one plain kernel launch."""
         if command is None:  # some versions of Warp report a failed build only once
             raise RuntimeError(
                 f"{self.title}: Warp cannot build kernel {self.kernel.key!r}. It has reported the error before, in its "
@@ -6630,46 +6577,46 @@ class _WarpTarget(_Target):
             feature = "Warp's deterministic mode"
         elif getattr(command, "cluster_dim", 1) != 1:
             feature = "clusters"
-        elif device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and self._uses_blocks():
+        elif device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.is_tiled or self.uses_tiles):
             feature = "wp.config.enable_cpu_blocks"
         else:
             return
         raise NotImplementedError(
-            f"{self.title}: a launch must be a single start of the kernel. It is more with {feature}. Switch this off, "
-            "or call the kernel with wp.jax_kernel."
+            f"{self.title}: a call must need only one plain kernel launch. Warp needs more with {feature}. Switch this "
+            "off, or call the kernel with wp.jax_kernel."
         )
-
-    def _uses_blocks(self) -> bool:
-        return self.is_tiled or _warp_store_analysis(self.kernel).uses_tiles
 
     # -- reading the recorded launch -------------------------------------------------------------------
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the placeholders among the words of a launch.  There is at least one for each buffer."""
-        meanings = {_placeholder_pointer(array.buffer): (array.buffer, False) for array in self.arrays}
-        if self.is_batch_launch:
-            meanings |= {_placeholder_step(array.buffer): (array.buffer, True) for array in self.arrays}
+        meanings: dict[int, tuple[int, bool]] = {}  # {placeholder: (buffer, is_step)}
+        for array in self.arrays:
+            for is_step in {False, self.is_batch_launch}:
+                meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
         if not meanings.keys() <= set(words):
             raise NotImplementedError(
                 f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
                 "call the kernel with wp.jax_kernel."
             )
-        return tuple([_Placeholder(n, *meanings[word]) for n, word in enumerate(words) if word in meanings])
+        return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
     def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
         """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
-        if n_threads % threads_per_block and _warp_store_analysis(self.kernel).uses_tiles:
+        if n_threads % threads_per_block and self.uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads_per_block} threads of a block work on a tile. "
                 f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
                 "that launch_dims counts blocks."
             )
-        n_blocks = -(-n_threads // threads_per_block)
-        has_grid_loop = getattr(self.kernel, "grid_stride", True)  # set by `_warp_content`; missing in Warp 1.14
-        x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
-        return x, -(-n_blocks // x), 1, threads_per_block, 1, 1, shared_mem
+        n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
+        has_grid_loop = getattr(self.kernel, "grid_stride", True)  # updated by `_warp_content`; missing in Warp 1.14
+        grid_x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
+        grid = grid_x, -(-n_blocks // grid_x), 1
+        block = threads_per_block, 1, 1
+        return *grid, *block, shared_mem
 
 
 def _packed_parameters(command: Any) -> list[bytes]:
@@ -6687,8 +6634,8 @@ def _packed_parameters(command: Any) -> list[bytes]:
         dry_run = copy.copy(command)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
-    blocks = map(bytes, packed)
-    return [block + bytes(-len(block) % 8) for block in blocks]
+    params_memory = map(bytes, packed)
+    return [memory + bytes(-len(memory) % 8) for memory in params_memory]
 
 
 class _WarpEmitter(_Emitter):
@@ -6700,9 +6647,9 @@ class _WarpEmitter(_Emitter):
         direction = "backward" if command.adjoint else "forward"
         self.commands = commands  # keep Warp's modules loaded
         entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
-        blocks = _packed_parameters(command)
-        self.words = tuple(memoryview(b"".join(blocks)).cast("q").tolist())
-        self.block_sizes = tuple([len(block) // 8 for block in blocks])  # in words
+        params_memory = _packed_parameters(command)
+        self.words = tuple(memoryview(b"".join(params_memory)).cast("q").tolist())
+        self.param_sizes = tuple(len(memory) // 8 for memory in params_memory)  # in words
         self.placeholders = target.placeholders_in(self.words)
         self.is_batch_launch = target.is_batch_launch
         if command.device.is_cpu:
@@ -6713,12 +6660,13 @@ class _WarpEmitter(_Emitter):
 
     def _prepare_for_cpu(self, target: _WarpTarget, entry: int) -> None:
         self.launch = self.words
-        self.kernel_address = entry
-        if _warp_store_analysis(target.kernel).uses_tiles:
+        self.kernel_address = entry  # `_compile_handler` copies it to the handler's data
+        if target.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock_address)
-        self.code_key = "warp", self.block_sizes, self.placeholders, bool(self.lock_address)
+        # Handlers with this key share their object code.  On GPUs, it contains the address of the launcher's functions.
+        self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
 
     def _prepare_for_cuda(self, target: _WarpTarget, entries: Sequence[int], launch: tuple[int, ...]) -> None:
         self.libcuda = _LibCuda()
@@ -6726,42 +6674,41 @@ class _WarpEmitter(_Emitter):
         functions = dict(zip(_cuda_ordinals(), entries, strict=True))
         self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
-        exceeded = max([self.libcuda.exceeded(entry, launch) for entry in entries])
-        if self.is_batch_launch and exceeded:  # a batch kernel may need more registers
-            raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
+        for entry in entries if self.is_batch_launch else ():
+            if exceeded := self.libcuda.exceeded(entry, launch):  # a batch kernel may need more registers
+                raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        n_words = sum(self.block_sizes)
+        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
         words = handler.alloca(_I64, n_words)
-        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0)
+        is_cuda = self.libcuda is not None
+        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
         handler.copy_bytes(words, first, 8 * n_words)
-        starts = itertools.accumulate(self.block_sizes[:-1], initial=0)
-        blocks = [words + 8 * start for start in starts]  # the address of each parameter
-        start_kernel = self.launcher.launch_in(handler, frame) if self.libcuda else None
+        params = [words + 8 * offset for offset in offsets]  # the address of each parameter
+        launch_kernel = self.launcher.launch_in(handler, frame) if is_cuda else None
 
         def replace_placeholders(arrays: Sequence[_SliceArray]) -> None:
-            for placeholder in self.placeholders:
-                number = placeholder.buffer
-                value = buffers[number].step if placeholder.is_step else arrays[number].pointer
-                handler.store(value, words + 8 * placeholder.word)
+            for position, buffer, is_step in self.placeholders:
+                value = buffers[buffer].step if is_step else arrays[buffer].pointer
+                handler.store(value, words + 8 * position)
 
-        if start_kernel and self.is_batch_launch:
+        if launch_kernel and self.is_batch_launch:
             with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 replace_placeholders(arrays)
-                start_kernel(blocks, z=n_slices)
+                launch_kernel(params, z=n_slices)
             return
         with handler.each_slice(buffers, count) as arrays:
             replace_placeholders(arrays)
-            if start_kernel:
-                start_kernel(blocks)
+            if launch_kernel:
+                launch_kernel(params)
             else:
-                handler.call(handler.data.kernel_address, *blocks)
+                handler.call(handler.data.kernel_address, *params)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
-# On a GPU, a batch is one launch, whose blocks along z are the slices.  Warp does not use z: it counts threads along x,
-# and along y if kernels do not loop over the grid.  The launched kernel is a copy of the user's kernel, the batch
-# kernel.  Its first lines move each array to the slice of the block:
+# On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
+# kernel, the batch kernel.  It loops over the grid along x (`grid_stride`), because only such kernels leave z free.
+# Its first lines move each array to the slice of the block:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -6795,8 +6742,9 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     variables = _captured_variables(kernel.func)
+    # A copy without changes must have the same hash.  Otherwise, the globals have changed since Warp read them.
     plain_copy = _copy_kernel(kernel, source, annotations, variables)
-    plain_copy.module.get_module_hash()  # also updates the hashes of kernels
+    plain_copy.module.get_module_hash()  # updates the kernel's hash
     if plain_copy.hash != kernel.hash:
         raise _BatchLaunchUnsupported("what it names is something else now than when Warp read it")
     lines = []
@@ -6807,7 +6755,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
         lines.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
     tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
+    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)  # so that z is free
 
 
 def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
@@ -7035,12 +6983,25 @@ def _is_linear(op: ast.operator, a: set, b: set) -> bool:
     return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
 
 
+def _warp_functions(kernel: Any) -> list[Any]:
+    """Return a kernel, followed by the user's functions that it calls, directly or indirectly."""
+    functions = [kernel]
+    for function in functions:  # the list grows in this loop
+        for called in function.adj.get_references()[2]:
+            overloads = () if called.is_builtin() else called.user_overloads.values()
+            functions += [overload for overload in overloads if overload not in functions]
+    return functions
+
+
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
     """Warn of statements whose adjoints are wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
-    without_gradient = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
+    with_gradient = [
+        name for name, param in params.items() if param.ndim and jax.dtypes.issubdtype(param.dtype, np.floating)
+    ]
+    without_gradient = params.keys() - with_gradient
     stores = _warp_store_analysis(kernel).stores
     outputs = {name for name in params if stores[name]}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
