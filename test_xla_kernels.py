@@ -1462,7 +1462,8 @@ ERRORS = {
         (ValueError, "got 65536 in grid=(1, 65536, 1), from launch_dims=(1, 1048561). Put the largest size in x",
          partial(trace_cuda, launch_dims=(1, 65535 * 16 + 1))),
         (ValueError, "got -3", partial(trace_cuda, launch_dims=lambda x: -3)),
-        (ValueError, "threads_per_block must be an int from 1 to 1024; got 2048", partial(trace_cuda, launch_dims=1, threads_per_block=2048)),
+        (ValueError, "threads_per_block must be an int from 1 to 1024; got 2048",
+         partial(trace_cuda, launch_dims=1, threads_per_block=2048)),
         (TypeError, "threads_per_block must be an int", partial(trace_cuda, launch_dims=1, threads_per_block=(8, 8))),
         (ValueError, "shared_mem must be an int from 0 to 2147483647; got -1",
          partial(trace_cuda, launch_dims=1, shared_mem=-1)),
@@ -3148,8 +3149,8 @@ def test_fakecuda_nested_batches(gpus, package_cuda, kind):
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY", 0),
     ("cuMemsetD8Async", "cuMemsetD8Async failed while it initialized an output of kernel 'kernel'", 0),
     ("cuLaunchKernel", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY, from a launch with grid=(1, 2, 1), "
-     "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel can have at most 128 threads in a block, because of its "
-     "registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
+     "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel can have at most 128 threads in a block, because of "
+     "its registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
      "dynamic shared memory, and the launch has 300000 (raised in kernel 'kernel')", 1),
 ])  # fmt: skip
 def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, function, text, n_launches):
@@ -3615,6 +3616,7 @@ def test_cuda_callables_that_reference_no_package(monkeypatch, imported):
     for name in imported:
         monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)  # all packages are installed
+    monkeypatch.setattr(xk, "_uses_cudasim", lambda: False)
     assert xk._callable_package(lambda x: math.pi).module == imported[-1]
 
 

@@ -4934,7 +4934,7 @@ def numba_cuda_callable(
 # -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
 
 
-def _ints(value: Any, error_text: str) -> tuple[int, ...]:
+def _ints(value: Any, error_text: str) -> tuple:
     """Return an int, or several ints, as a tuple.  Raise a TypeError for other values."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     try:
@@ -4952,7 +4952,7 @@ def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_err
     return number
 
 
-def _dim3(name: str, value: Any, origin: str = "") -> tuple[int, ...]:
+def _dim3(name: str, value: Any, origin: str = "") -> tuple:
     """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices.
 
     `origin` says in errors what the value was computed from.
@@ -5074,7 +5074,7 @@ class _CudaKernel(_CudaWrapper):
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
+    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
         """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
 
         `n_indices` is the number of indices that the kernel gets from `cuda.grid`, or 0 if it is unknown.
@@ -5148,7 +5148,7 @@ _CALLABLE_ERRORS = {
 }
 
 
-def _run_callable(func: Callable, title: str, arrays: Sequence[Any], stream: Any, _launch: int) -> None:
+def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch: int) -> None:
     """Call the function of a `numba_cuda_callable`.  `title` names it in errors."""
     try:
         returned = func(*arrays, stream)
@@ -5196,7 +5196,7 @@ class _NumbaCuda:
         launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
-        def compile_for_batch() -> tuple[_CompiledHandler, int]:
+        def compile_for_batch() -> tuple:
             if in_order:
                 raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
             if uses_z := _USES_Z.search(launcher.ptx):
@@ -5208,7 +5208,7 @@ class _NumbaCuda:
             batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
             if _fingerprint(kernel) != first_fingerprint:
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            emitter = _CudaBatchEmitter(self, batch_launcher, handler.data.inner_loop)
+            emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
             return _compile_handler(signature, emitter), batch_launcher.max_threads
 
         return handler._replace(batch=_CudaBatch(handler, compile_for_batch))
@@ -5276,14 +5276,14 @@ class _NumbaCuda:
                     "with numba_cuda_callable."
                 )
 
-    def ptx_entry_and_cubin(self, compiled: Any) -> tuple[str, str, bytes]:
+    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
         """Return the PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         cubin = getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
         return library.get_asm_str(), compiled.entry_name, cubin
 
-    def params(self, array: _SliceArray) -> list[Any]:
+    def params(self, array: _SliceArray) -> list:
         """Return an array as the integers that a kernel takes."""
         return _numba_array_members(array)
 
@@ -5302,7 +5302,7 @@ class _NumbaCuda:
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container[int]) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         """Return an emitter that calls `run(arrays, stream, launch)` in Python for each slice.
 
         `read_only` has the numbers of the buffers that `run` gets as read-only arrays.  `launch` is the address of the
@@ -5367,10 +5367,10 @@ class _NumbaCudaMlir(_NumbaCuda):
     module = "numba_cuda_mlir.cuda"
     adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
 
-    def ptx_entry_and_cubin(self, compiled: Any) -> tuple[str, str, bytes]:
+    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
-    def params(self, array: _SliceArray) -> list[Any]:
+    def params(self, array: _SliceArray) -> list:
         """Return an array as the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
@@ -5400,7 +5400,7 @@ class _CudaSimulator(_NumbaCuda):
 
         return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
-    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container[int]) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         def body(buffers: list, launch: int, *_: int) -> None:
@@ -5431,10 +5431,8 @@ _CUDA_SIMULATOR = _CudaSimulator()
 
 def _uses_cudasim() -> bool:
     """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
-    config = sys.modules.get("numba.core.config")
-    if config:
-        return bool(getattr(config, "ENABLE_CUDASIM", False))
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
 def _cuda_package(value: Any) -> _NumbaCuda | None:
@@ -5495,7 +5493,7 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded_limits_text(self, function: int, launch: tuple[int, ...]) -> str:
+    def exceeded_limits_text(self, function: int, launch: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
         for attribute, size, what in (
@@ -5514,37 +5512,36 @@ class _LibCuda:
 
     def function_attribute(self, function: int, attribute: int) -> int:
         """Return an attribute of a CUfunction."""
-        value = _I32()
-        self.call("cuFuncGetAttribute", ctypes.byref(value), attribute, _PTR(function))
-        return value.value
+        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
 
     def call(self, name: str, *args: Any) -> None:
         """Call a function of the driver.  Raise a RuntimeError if it fails."""
         if code := getattr(self.library, name)(*args):
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
+    def get(self, kind: Any, name: str, *args: Any) -> int:
+        """Call a function of the driver that stores a result of a C type to its first argument.  Return the result."""
+        result = kind()
+        self.call(name, ctypes.byref(result), *args)
+        return result.value or 0  # the value of a null pointer is None
+
     @contextlib.contextmanager
     def keeping_context(self) -> Iterator:
         """Restore the current context at the end."""
-        context = _PTR()
-        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        context = self.get(_PTR, "cuCtxGetCurrent")
         try:
             yield
         finally:
-            self.call("cuCtxSetCurrent", context)
+            self.call("cuCtxSetCurrent", _PTR(context))
 
     def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
         """Load machine code in the current context.  Return the CUfunction `entry`, with all shared memory allowed."""
-        module = _PTR()
-        function = _PTR()
-        max_shared_bytes = _I32()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        self.call("cuDeviceGetAttribute", ctypes.byref(max_shared_bytes), _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
-        address = function.value or 0
-        max_dynamic_bytes = max_shared_bytes.value - self.function_attribute(address, _FUNC_STATIC_SHARED_BYTES)
-        self.call("cuFuncSetAttribute", function, _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
-        return address
+        module = self.get(_PTR, "cuModuleLoadData", cubin)
+        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
+        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
+        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
+        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
+        return function
 
 
 _SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
@@ -5605,7 +5602,7 @@ def _write_launch_loads(handler: _Handler, frame: _StructPointer) -> list[_Int64
     return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
 
-def _read_launch(address: int) -> tuple[int, ...]:
+def _read_launch(address: int) -> tuple:
     """Return the launch configuration at an address (in Python): grid, block, shared_mem."""
     return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
@@ -5617,7 +5614,7 @@ class _CudaLauncher:
         self,
         label: str,
         libcuda: _LibCuda,
-        functions: Mapping[int, int],
+        functions: Mapping,
         compiled: Any,
         ptx: str = "",
         max_threads: int = _CUDA_MAX_THREADS,
@@ -5640,7 +5637,7 @@ class _CudaLauncher:
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
-    def write_launch_setup(self, handler: _Handler, frame: _StructPointer) -> Callable[..., None]:
+    def write_launch_setup(self, handler: _Handler, frame: _StructPointer) -> Callable:
         """Write the instructions that all launches of a call share.  Return a function that writes one launch.
 
         That function takes the addresses of the kernel's parameters, and optionally another z of the grid.
@@ -5649,7 +5646,7 @@ class _CudaLauncher:
         function = handler.load(ordinal * 8 + ctypes.addressof(self.functions))
         x, y, z, *block_and_shared_mem = _write_launch_loads(handler, frame)
 
-        def write_launch(params: Sequence[Any], z: Any = z) -> None:
+        def write_launch(params: list, z: Any = z) -> None:
             args = function, x, y, z, *block_and_shared_mem, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
@@ -5659,47 +5656,47 @@ class _CudaLauncher:
 
 
 class _CudaEmitter(_Emitter):
-    """Launches a kernel once for each slice."""
+    """Launches a kernel once for each slice, or in a batch launch once for many slices, the blocks along z.
+
+    The kernel of a batch launch takes arrays whose first dimension is the slice.  If a call has several blocks along z,
+    or more threads in a block than this kernel can have, each slice is a launch of another kernel.
+    """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, per_slice_loop: int = 0) -> None:
+        """Create an emitter.
+
+        Args:
+          package: the package that has compiled the kernel.
+          launcher: the kernel.
+          per_slice_loop: for a batch launch, the address of `inner_loop` of the handler that launches each slice.
+        """
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
+        self.per_slice_loop = per_slice_loop
 
     def write(self, handler: _Handler, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        if self.per_slice_loop:
+            launch = _write_launch_loads(handler, frame)
+            grid_has_z = launch[2] > 1
+            has_too_many_threads = math.prod(launch[3:6]) > self.launcher.max_threads
+            with handler.if_(grid_has_z | has_too_many_threads, likely=False):
+                handler.ret(handler.call(self.per_slice_loop, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(handler, frame)
-        with handler.each_slice(buffers, count) as arrays:
-            write_launch(self._params(handler, arrays))
+        if self.per_slice_loop:
+            with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+                write_launch(self._params(handler, arrays), z=n_slices)
+        else:
+            with handler.each_slice(buffers, count) as arrays:
+                write_launch(self._params(handler, arrays))
 
-    def _params(self, handler: _Handler, arrays: Sequence[_SliceArray]) -> list[_Int64]:
+    def _params(self, handler: _Handler, arrays: Sequence[_SliceArray]) -> list:
         """Store the kernel's parameters in memory, and return their addresses."""
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
         return [first + 8 * i for i in range(len(params))]
-
-
-class _CudaBatchEmitter(_CudaEmitter):
-    """Launches a kernel once for many slices, which are the blocks along z.
-
-    The kernel takes arrays whose first dimension is the slice.  If a call has several blocks along z, or more threads
-    in a block than this kernel can have, each slice is launched by another handler's `inner_loop`.
-    """
-
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, inner_loop: int) -> None:
-        super().__init__(package, launcher)
-        self.inner_loop = inner_loop  # an address
-
-    def write(self, handler: _Handler, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        launch = _write_launch_loads(handler, frame)
-        grid_has_z = launch[2] > 1
-        has_too_many_threads = math.prod(launch[3:6]) > self.launcher.max_threads
-        with handler.if_(grid_has_z | has_too_many_threads, likely=False):
-            handler.ret(handler.call(self.inner_loop, frame, buffers, count))
-        write_launch = self.launcher.write_launch_setup(handler, frame)
-        with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-            write_launch(self._params(handler, arrays), z=n_slices)
 
 
 class _CudaBatch:
@@ -5715,7 +5712,7 @@ class _CudaBatch:
         self.max_threads = _CUDA_MAX_THREADS  # in a block of the batch launch
         self.lock = threading.Lock()
 
-    def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
+    def prepare(self, grid: tuple, block: tuple) -> None:
         """Compile the batch launch, if that was not tried before.
 
         Raises:
