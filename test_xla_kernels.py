@@ -3594,11 +3594,7 @@ def test_on_cuda_callables_run_once_per_slice():
 
 CUDA_MODULES = ["numba.cuda", "numba_cuda_mlir.cuda"]
 MLIR_CUDA = types.ModuleType("numba_cuda_mlir.cuda")
-PACKAGE_REFERENCES = {
-    "global": lambda: MLIR_CUDA,
-    "list": lambda kernels=[0, MLIR_CUDA]: kernels,
-    "method": types.MethodType(lambda self: MLIR_CUDA, object()),
-}
+PACKAGE_REFERENCES = {"global": lambda: MLIR_CUDA, "list": lambda kernels=[0, MLIR_CUDA]: kernels}
 
 
 @pytest.mark.parametrize("reference", PACKAGE_REFERENCES)

@@ -5117,11 +5117,12 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _CallParams) -> _Target:
-        package = _callable_package(self.kernel)
+        function = getattr(self.kernel, "__func__", self.kernel)  # of a method
+        package = _callable_package(function)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
         aliased = dict(call.aliases)
         read_only = frozenset(range(len(call.ins))).difference(aliased)
-        if _has_helper_for_writable_arrays(self.kernel):
+        if _has_helper_for_writable_arrays(function):
             read_only = frozenset()  # a launch with read-only arrays would fail
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
         run = functools.partial(_run_callable, self.kernel, self.title)
@@ -5448,15 +5449,15 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel or a module that the callable captures.  If it captures none, because its kernels
-    are elsewhere, this is the package that is imported, or else the one that is installed.
+    This is the package of a kernel or of a module that the callable captures.  If it captures none, because its kernels
+    are elsewhere, this is the package that is imported.  Otherwise, this is numba-cuda-mlir if it is installed.
     """
     packages = [_CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA, _NUMBA_CUDA_MLIR]
     if importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim():
         packages.reverse()
-    with _CUDASIM_LOCK:
-        captured = [_cuda_package(value) for _, value in _all_captured_values(getattr(func, "__func__", func))]
-    # The first one of those for which the most is true.
+    with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
+        captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
+    # `max` prefers what is captured, then what is imported, then the first package.
     return max(packages, key=lambda package: (package in captured, package.module in sys.modules))
 
 
