@@ -4433,7 +4433,7 @@ class FakeWarp(FakeGpus):
             cuMemsetD8Async=start(ctypes.c_ubyte, size, pointer)(self.fill),
             cuCtxGetCurrent=lambda context: 0,
             cuCtxSetCurrent=lambda context: 0,
-            cuFuncGetAttribute=lambda value, attribute, function: 0,
+            cuFuncGetAttribute=lambda value, attribute, function: setattr(value._obj, "value", 2**31 - 1) or 0,
         )
 
     def patch(self, monkeypatch):
