@@ -3086,7 +3086,9 @@ def aligned(shape, dtype="float32"):
 
 def own_op(package_cuda, parameters="x, out", **options):
     """A kernel that no other test has compiled, in one block of one thread if nothing else is said."""
-    return xk.numba_cuda_kernel(own_kernel(package_cuda, parameters), **{"outs": like_first, **BLOCK, **options})
+    return xk.numba_cuda_kernel(
+        own_kernel(package_cuda, parameters), **{"outs": like_first, "zero_outputs": False, **BLOCK, **options}
+    )
 
 
 def test_fakecuda_packs_arrays_as_the_package_does(gpus, package_cuda):
@@ -3250,11 +3252,11 @@ class Cached:
             out[0] = table[0]  # noqa: F821
 
 
-READ_ONLY, UPDATED = "[Ii]nputs are read-only|in_out_argnames", "(?s)'out'.*zero_outputs=True"
+READ_ONLY = "[Ii]nputs are read-only|in_out_argnames"
 
 
 @pytest.mark.parametrize("kernel, refused", [
-    (Cached.store_by_another_name_in_def, READ_ONLY), (Cached.count_in_output, UPDATED), (Cached.read_by_helper, None),
+    (Cached.store_by_another_name_in_def, READ_ONLY), (Cached.read_by_helper, None),
 ])  # fmt: skip
 def test_fakecuda_kernels_of_numbas_cache_are_read_and_not_compiled_again(
     gpus, package_cuda, tmp_path, monkeypatch, kernel, refused
@@ -3269,7 +3271,7 @@ def test_fakecuda_kernels_of_numbas_cache_are_read_and_not_compiled_again(
         if refused:
             with pytest.raises(TypeError, match=refused):
                 run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
-        if refused in (UPDATED, None):
+        if refused is None:
             op = xk.numba_cuda_kernel(cached, like_first, zero_outputs=refused and True, **BLOCK)
             assert len(gpus.launches(op, F32)) == 1
         assert (cached.stats.cache_hits.total(), cached.stats.cache_misses.total()) == (n_found, 1 - n_found)
