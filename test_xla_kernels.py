@@ -3226,9 +3226,6 @@ class Cached:
         write()
         out[0] = x[0]
 
-    def count_in_output(x, out):
-        cuda.atomic.add(out, 0, x[cuda.grid(1)])
-
     def read_by_helper(x, out):
         i = cuda.grid(1)
         cuda.syncthreads()
