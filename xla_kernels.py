@@ -104,7 +104,6 @@ import copy
 import ctypes
 import dataclasses
 import dis
-import enum
 import functools
 import hashlib
 import importlib.util
@@ -4752,10 +4751,12 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, funct
 #   call's device current.  Run the tests named test_fakecuda before a version counts as supported.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
+_CUDA_BLOCKS = {2: (16, 16, 1), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
+_CUDA_MAX_THREADS = 1024  # in a block
 _CUDA_LIMIT_FIXES = {
-    "grid": "Let each thread run several elements: for i in range(cuda.grid(1), n, cuda.gridsize(1)).",
+    "grid": "Put the largest size in x, or let each thread run several elements: "
+    "for i in range(cuda.grid(1), n, cuda.gridsize(1)).",
     "block": "Use smaller blocks and a larger grid.",
     "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
 }
@@ -4765,8 +4766,9 @@ _CUDA_WHERE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
     "CPUs. For compiled code on CPUs, use numba_kernel"
 )
+# numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once.
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
-# The simulator stores the running kernel in globals, including those of the kernel's module.
+# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
 _CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
@@ -4802,11 +4804,15 @@ def numba_cuda_kernel(
 
     - `vmap_method="sequential"`;
     - a grid with several blocks along z;
-    - a kernel that reads z of its blocks or grid, uses clusters, or may write to a global device array.
+    - a kernel that reads z of its blocks or grid, uses clusters, calls external functions, or may write to a global
+      device array;
+    - a batch launch that cannot be compiled, whose kernel cannot have so many threads in a block, or whose captured
+      values have changed since the kernel was compiled.
 
     The logger of this module states the reason, at level DEBUG.
 
-    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` per output, on the same stream, also for a batch.
+    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream for each output, and for the
+    whole batch.
 
     A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
     lives.  A kernel that writes to such an array changes the caller's array.  CUDA kernels cannot raise exceptions.
@@ -4819,16 +4825,16 @@ def numba_cuda_kernel(
         `numba_cuda_kernel(outs=...)` is a decorator to put above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs, name:
         See `numba_kernel`.
-      grid: An int or a tuple of up to three ints (x, y, z), the number of blocks.  Requires `block`.  If it depends on
+      grid: The number of blocks: an int or a tuple of up to three ints (x, y, z).  Requires `block`.  If it depends on
         the inputs, create the wrapper in the function that calls it.
-      block: An int or a tuple of up to three ints (x, y, z), the number of threads in a block.
-      launch_dims: An int, a tuple of up to three ints (x, y, z), or a function of the inputs' specs, the number of
-        threads.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel must check indices
-        (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]` with
-        `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
-      threads_per_block: An int, the block size for one-dimensional `launch_dims`.  Default 256.  For two dimensions
+      block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
+      launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
+        specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
+        must check indices (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]`
+        with `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
+      threads_per_block: The block size for one-dimensional `launch_dims`, an int.  Default 256.  For two dimensions
         the block is 16x16, for three 8x8x4.
-      shared_mem: An int, the bytes of dynamic shared memory.  Default 0.  The device's opt-in maximum is allowed.
+      shared_mem: The bytes of dynamic shared memory, an int.  Default 0.  The device's opt-in maximum is allowed.
 
     Returns:
       A function of the inputs, `f(*inputs)`.  Its results have the structure of `outs`.
@@ -4880,7 +4886,8 @@ def numba_cuda_callable(
     - Store the results to the outputs, and change no input.  Inputs are read-only device arrays, unless an output is
       aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  This is not
       noticed for atomics, for cache-hinted stores, or for a kernel that was compiled for writable arrays before (with
-      explicit signatures, or by numba-cuda-mlir).
+      explicit signatures, or by numba-cuda-mlir).  If a kernel that `func` references has a helper with explicit
+      signatures for arrays, inputs are writable, because numba-cuda passes only writable arrays to such a helper.
     - Do not use the arguments after the call, and do not call JAX.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
@@ -4888,9 +4895,9 @@ def numba_cuda_callable(
 
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
-        (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one that `func` or its helpers
-        reference by a kernel or by `cuda`, or else to `numba_cuda_mlir`.  Create the wrapper once, because each new
-        function object is compiled again.
+        (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one whose kernel or `cuda` is
+        referenced by `func` (as a global, closure variable or default, also in a tuple or list), or else to
+        `numba_cuda_mlir`.  Create the wrapper once, because a new handler is compiled for each new function object.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -4923,7 +4930,7 @@ def numba_cuda_callable(
 # -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
 
 
-def _ints(value: Any, error_text: str) -> tuple[int, ...]:
+def _ints(value: Any, error_text: str) -> tuple:
     """Return an int, or several ints, as a tuple.  Raise a TypeError for other values."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     try:
@@ -4932,25 +4939,31 @@ def _ints(value: Any, error_text: str) -> tuple[int, ...]:
         raise TypeError(error_text) from None
 
 
-def _dim3(name: str, value: Any) -> tuple[int, ...]:
-    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices."""
+def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_error: str) -> int:
+    """Return a value as an int.  Raise an error if it is not one, or is out of range."""
+    error_text = f"{name} must be an int from {minimum} to {maximum}; got {value!r}{rest_of_error}"
+    [number] = _ints((value,), error_text)
+    if not minimum <= number <= maximum:
+        raise ValueError(error_text)
+    return number
+
+
+def _dim3(name: str, value: Any, origin: str = "") -> tuple:
+    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices.
+
+    `origin` says in errors what the value was computed from.
+    """
     error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
     sizes = _ints(value, error_text)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(error_text)
     xyz = (*sizes, 1, 1)[:3]
+    rest_of_error = f" in {name}={xyz}{origin}. {_CUDA_LIMIT_FIXES[name]}"
     minimum = 1 if name == "block" else 0
-    for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name], strict=True):
-        if not minimum <= size <= limit:
-            raise ValueError(
-                f"{name}.{axis} must be from {minimum} to {limit}; got {size} in {name}={xyz}. "
-                f"{_CUDA_LIMIT_FIXES[name]}"
-            )
-    n_threads = math.prod(xyz)
-    if name == "block" and n_threads > 1024:
-        raise ValueError(
-            f"A CUDA block has at most 1024 threads. block={xyz} has {n_threads}. {_CUDA_LIMIT_FIXES[name]}"
-        )
+    for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name]):
+        _int_in_range(f"{name}.{axis}", size, minimum, limit, rest_of_error)
+    if name == "block":
+        _int_in_range("The number of threads in a block", math.prod(xyz), 1, _CUDA_MAX_THREADS, rest_of_error)
     return xyz
 
 
@@ -4972,15 +4985,10 @@ class _CudaOptions(_Options):
                 f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
                 "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
             )
-        error_text = f"shared_mem must be a number of bytes; got {self.shared_mem!r}. Pass shared_mem=4 * n_floats."
-        (self.shared_mem,) = _ints((self.shared_mem,), error_text)
-        if not 0 <= self.shared_mem < 2**31:
-            raise ValueError(error_text)
-        error_text = (
-            f"threads_per_block must be an int; got {self.threads_per_block!r}. For blocks of two or three dimensions, "
-            "pass grid=(x, y), block=(x, y)."
-        )
-        _ints((self.threads_per_block,), error_text)
+        fix = ". Pass shared_mem=4 * n_floats."
+        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, fix)
+        fix = ". For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
+        _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -4996,19 +5004,22 @@ class _CudaWrapper(_NumbaWrapper):
         return call.bind(operands)
 
     def _find_cuda_target(
-        self,
-        package: _NumbaCuda,
-        call: _CallParams,
-        compile_handler: Callable[[_Signature], _CompiledHandler | None],
-        *options: Any,
-        freezes_globals: bool = False,
+        self, package: _NumbaCuda, call: _CallParams, compile_handler: Callable, freezes_globals: bool, *key: Any
     ) -> _Target:
-        """Return the target of a call.  `compile_handler` returns None if this process only lowers programs."""
-        _import("numba", self.decorator, _CUDA_INSTALL)
-        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        """Return the target of a call.
+
+        Args:
+          package: the package of the kernels.
+          call: the call, without a target.
+          compile_handler: compiles the handler of a `_Signature`, or returns None if this process only lowers programs.
+          freezes_globals: whether the handler contains the values of globals.
+          key: all that decides what `compile_handler` does, besides the kernel and the signature.
+        """
+        _import("numba", self.decorator, _CUDA_INSTALL)  # raises an error that says what to install
+        self._check_dtypes(call, _CUDA_DTYPES, why_not="that Numba CUDA has no arrays of")
         signature = call.signature(self.__name__)
-        options = "cuda", package.module, *options
-        specialization = _Specialization(signature, options, package.platform, self.options.name)
+        cache_key = "cuda", package.module, *key
+        specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
         compile_for_signature = functools.partial(compile_handler, signature)
         name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
         return _Target(name, platform=package.platform, title=self.title, runs_on=_CUDA_WHERE)
@@ -5026,7 +5037,7 @@ class _CudaKernel(_CudaWrapper):
         super().__init__(kernel, options)
         self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
-            self._launch_configuration([])
+            self._launch_configuration([])  # raises an error for wrong options
 
     def __getitem__(self, launch: Any) -> Any:
         raise TypeError(
@@ -5039,53 +5050,55 @@ class _CudaKernel(_CudaWrapper):
         launch = self._launch_configuration(call.ins, _StoreAnalysis(self.kernel, []).n_indices)
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
-        is_checked = self.options.zero_outputs is None
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
             handler = None
-            inputs_are_readonly = True
             if package.runs_here:
-                compile_kernel = functools.partial(package.compile, self.kernel, argument_map, in_order, signature)
-                try:
-                    handler = compile_kernel()
-                except TypeError:
-                    if not _has_helper_with_signature(self.kernel):
-                        raise
-                    handler = compile_kernel(readonly=False)
-                    inputs_are_readonly = False
+                handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature)
+            # The compiler rejects assignments to elements of read-only inputs.
+            inputs_are_readonly = not _has_helper_for_writable_arrays(self.kernel)
             _check_argument_map(self, call, argument_map, inputs_are_readonly)
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
-        options = argument_map, in_order, is_checked
-        target = self._find_cuda_target(package, call, compile_handler, *options, freezes_globals=freezes_globals)
+        checks_outputs = self.options.zero_outputs is None  # in `_check_argument_map`
+        key = argument_map, in_order, checks_outputs
+        target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
         target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
         if self.options.name and not in_order:
             # An exported program may contain a batch, although no batch is lowered in the process that loads it.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
+    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
         """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
 
         `n_indices` is the number of indices that the kernel gets from `cuda.grid`, or 0 if it is unknown.
         """
-        grid = self.options.grid
-        block = self.options.block
+        options = self.options
         dims = self._option_value("launch_dims", ins)
-        if dims is not None:
-            rank = len(dims) if isinstance(dims, (tuple, list)) else 1
-            block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
-            threads = _dim3("launch_dims", dims)
-            if n_indices:
-                _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
-            grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
+        if dims is None:
+            return *_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem
+        threads = _dim3("launch_dims", dims)
+        rank = np.size(dims)  # 1 for an int
+        if n_indices:
+            _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
+        block = _CUDA_BLOCKS.get(rank, (options.threads_per_block, 1, 1))
+        grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
+        return *_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem
 
 
-def _has_helper_with_signature(kernel: Any) -> bool:
-    """Return whether a helper has explicit signatures.  Of numba-cuda, it takes no read-only arrays then (0.30.4)."""
-    return not all(getattr(helper, "_can_compile", True) for helper in _kernel_and_helpers(kernel)[1:])
+def _has_helper_for_writable_arrays(function: Any) -> bool:
+    """Return whether a kernel, or one that a callable captures, has a helper with explicit signatures for arrays.
+
+    In numba-cuda 0.30.4, such a helper rejects read-only arrays.  (A kernel with explicit signatures accepts them, and
+    then writes to them.)
+    """
+    for helper in _kernel_and_helpers(function):
+        is_device_function = getattr(helper, "targetoptions", {}).get("device")
+        if is_device_function and not helper._can_compile and "Array(" in str([*helper.overloads]):
+            return True
+    return False
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5100,59 +5113,52 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _CallParams) -> _Target:
-        package = _callable_package(self.kernel)
+        function = getattr(self.kernel, "__func__", self.kernel)  # of a method
+        package = _callable_package(function)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
-        read_only = frozenset(range(len(call.ins))) - {i for i, _ in call.aliases}
-        if any(map(_has_helper_with_signature, filter(_cuda_package, _values_reachable_from(self.kernel)))):
-            read_only = frozenset()
+        aliased = dict(call.aliases)
+        read_only = frozenset(range(len(call.ins))).difference(aliased)
+        if _has_helper_for_writable_arrays(function):
+            read_only = frozenset()  # a launch with read-only arrays would fail
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
-        names = [name for i, name in enumerate(self.parameters) if i in read_only]
-        run = functools.partial(_run_callable, self.kernel, names)
+        run = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
             if not package.runs_here:
                 return None
-            return _compile_handler(signature, package.callback(signature, run, read_only))
+            return _compile_handler(signature, package.callback_emitter(signature, run, read_only))
 
-        return self._find_cuda_target(package, call, compile_handler)
-
-
-# What the packages and NumPy report about a write to a read-only array, and about a stream of another package.
-_READ_ONLY_WRITE = re.compile(r"Cannot modify readonly array|setitem\(readonly array|destination is read-only")
-_FOREIGN_STREAM = re.compile(r"Unsupported stream type|Expected a Stream object")
+        return self._find_cuda_target(package, call, compile_handler, False)
 
 
-def _run_callable(func: Callable, inputs: Sequence[str], arrays: Sequence[Any], stream: Any, _: int) -> None:
-    """Call the function of a `numba_cuda_callable`.  `inputs` has the names of its read-only inputs, for errors."""
+# {what the packages and NumPy report: the problem and the fix}
+_CALLABLE_ERRORS = {
+    "Cannot modify readonly array|setitem\\(readonly array|destination is read-only": (
+        "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one. Write to an "
+        "output, or alias an output to the input: input_output_aliases={i: j}. For a temporary copy: tmp = "
+        "cuda.device_array_like(x); tmp.copy_to_device(x, stream=stream)."
+    ),
+    "Unsupported stream type|Expected a Stream object": (
+        "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
+        "Reference the package of the kernel by a default: def launch(x, out, stream, cuda=cuda)."
+    ),
+}
+
+
+def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch: int) -> None:
+    """Call the function of a `numba_cuda_callable`.  `title` names it in errors."""
     try:
         returned = func(*arrays, stream)
     except Exception as error:
-        if fix := _callable_error_fix(str(error), inputs):
-            location = re.search(r"During: (typing of .+)", str(error))
-            raise TypeError(f"{fix} ({location[1]})" if location else fix) from error
+        for pattern, problem_and_fix in _CALLABLE_ERRORS.items():
+            if re.search(pattern, str(error)):
+                raise TypeError(f"{title}: {problem_and_fix} The package reports: {error}") from error
         raise
     if returned is not None:
         raise TypeError(
-            f"A callable returns nothing; this one returned {type(returned).__name__}. Let its kernels store the "
+            f"A callable returns nothing; {title} returned {type(returned).__name__}. Let its kernels store the "
             "results to the outputs, and remove `return` or `yield`."
         )
-
-
-def _callable_error_fix(text: str, inputs: Sequence[str]) -> str:
-    """Return the explanation of an error of the packages, or an empty text."""
-    if _READ_ONLY_WRITE.search(text):
-        return (
-            "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one of the inputs "
-            f"({', '.join(map(repr, inputs))}). Write to an output, or alias an output to the input: "
-            "input_output_aliases={i: j}. For a temporary copy: tmp = cuda.device_array_like(x); "
-            "tmp.copy_to_device(x, stream=stream)."
-        )
-    if _FOREIGN_STREAM.search(text):
-        return (
-            "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
-            "Reference the package of the kernel by a default: def launch(x, out, stream, cuda=cuda)."
-        )
-    return ""
 
 
 # -- 9.2 The packages that compile kernels ------------------------------------------------------------
@@ -5164,8 +5170,7 @@ class _NumbaCuda:
 
     module = "numba.cuda"
     platform = "cuda"
-    inline = "never"
-    params = staticmethod(_numba_array_members)  # an array as the integers that a kernel takes
+    adapter_inline = "never"  # the option `inline` of the user's kernel as a device function of the adapter
 
     @property
     def cuda(self) -> Any:
@@ -5177,65 +5182,72 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
+    def compile_to_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
     ) -> _CompiledHandler:
-        """Compile a kernel, and a handler that launches it for each slice until `_CudaBatch` prepares one launch."""
+        """Compile a kernel and its handler.
+
+        The handler launches once per slice, until `_CudaBatch.prepare` swaps in the batch launch.
+        """
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.launcher(self.adapted(kernel, argument_map), signature, readonly)
+        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
-        def compile_for_batch() -> tuple[_CompiledHandler, int]:
+        def compile_for_batch() -> tuple:
             if in_order:
                 raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
             if uses_z := _USES_Z.search(launcher.ptx):
-                raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
+                raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
             if names := _device_arrays_written_by(kernel):
                 raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
             batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
             batch_map = argument_map._replace(slice_ranks=signature.ranks)
-            batch_launcher = self.launcher(self.adapted(kernel, batch_map), batch_signature, readonly)
+            batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
             if _fingerprint(kernel) != first_fingerprint:
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            with self.on_device(_cuda_ordinals()[0]):
-                max_threads = batch_launcher.max_threads()
-            emitter = _CudaBatchEmitter(self, batch_launcher, handler.data.inner_loop, max_threads)
-            return _compile_handler(signature, emitter), max_threads
+            emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
+            return _compile_handler(signature, emitter), batch_launcher.max_threads
 
         return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
-        """Return a dispatcher that takes all buffers and compiles for our types: the kernel's own, if it does both."""
+        """Return the kernel itself if it takes all buffers and is not fixed to explicit signatures.
+
+        Otherwise, return a new dispatcher.
+        """
         is_plain = argument_map.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
-        function = kernel.py_func  # a kernel with explicit signatures compiles for these only
-        options = kernel.targetoptions
+        function = kernel.py_func
+        options = dict(kernel.targetoptions)
         if not is_plain:
-            on_device = type(kernel)(function, {**options, "device": True, "inline": self.inline})
+            on_device = type(kernel)(function, {**options, "device": True, "inline": self.adapter_inline})
             function = argument_map.adapter(on_device, cuda=self.cuda)
-        return type(kernel)(function, dict(options))
+        return type(kernel)(function, options)
 
-    def launcher(self, dispatcher: Any, signature: _Signature, readonly: bool) -> _CudaLauncher:
+    def compile_and_load(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
         """Compile a kernel for the buffers of a signature, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(dispatcher, signature, readonly)
-            ptx, entry, _ = self.code(compiled)
+            compiled = self.compile_for_signature(dispatcher, signature)
+            ptx, entry, _ = self.ptx_entry_and_cubin(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
         functions = {}
+        max_threads = _CUDA_MAX_THREADS
         for ordinal in ordinals:
             with self.on_device(ordinal):
-                functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
-        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx)
+                functions[ordinal] = function = libcuda.load(self.ptx_entry_and_cubin(compiled)[2], entry, ordinal)
+                max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
+        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
 
-    def compile_typed(self, dispatcher: Any, signature: _Signature, readonly: bool) -> Any:
+    def compile_for_signature(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile a kernel for the current device.  Raise a TypeError if the package cannot compile it."""
         import numba
 
         # The CUDA target that is part of Numba uses Numba's types.
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
+        readonly = not _has_helper_for_writable_arrays(dispatcher)
         try:
             return dispatcher.compile(_array_types(nbtypes, signature, readonly))
         except Exception as error:
@@ -5244,12 +5256,14 @@ class _NumbaCuda:
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if cuLaunchKernel, with the parameters that a handler passes, cannot launch a kernel."""
         n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
-        found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
-        declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+        param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
+        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_params}}}\s*\)"
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters in a layout that this version of {self.module} has changed": declared != ["u64"] * n_params,
+            f"parameters in a layout that this version of {self.module} has changed": not re.search(
+                entry_with_params, ptx
+            ),
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
@@ -5259,18 +5273,23 @@ class _NumbaCuda:
                     "with numba_cuda_callable."
                 )
 
-    def code(self, compiled: Any) -> tuple[str, str, bytes]:
+    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
         """Return the PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
-        return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
+        cubin = getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
+        return library.get_asm_str(), compiled.entry_name, cubin
+
+    def params(self, array: _SliceArray) -> list:
+        """Return an array as the integers that a kernel takes."""
+        return _numba_array_members(array)
 
     # -- running --
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
         """Make the primary context of a device current.  XLA uses the primary context, too."""
-        with _GPUS_LOCK:  # numba_cuda_mlir fails if two threads read the list for the first time at once
+        with _GPUS_LOCK:
             device = self.cuda.gpus[ordinal]
         device.__enter__()
         try:
@@ -5280,16 +5299,14 @@ class _NumbaCuda:
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def callback(
-        self, signature: _Signature, run: Callable[[list, Any, int], None], read_only: Container[int]
-    ) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         """Return an emitter that calls `run(arrays, stream, launch)` in Python for each slice.
 
         `read_only` has the numbers of the buffers that `run` gets as read-only arrays.  `launch` is the address of the
         attribute `launch`.
         """
 
-        def body(buffers: list[tuple[int, tuple]], launch: int, stream: int, ordinal: int) -> None:
+        def body(buffers: list, launch: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
@@ -5313,36 +5330,30 @@ def _as_read_only(device_array: Any) -> Any:
 def _read_only_class(device_array_class: Any) -> type:
     """Return a subclass of a package's device arrays whose elements cannot be assigned, by kernels or by Python.
 
-    The packages compile a kernel for `_numba_type_` of its arguments.  numba-cuda-mlir reuses a kernel that it has
-    compiled for writable arrays (0.6.0).  Explicit signatures accept read-only arrays, too (numba-cuda 0.30.4).
+    The packages compile a kernel for `_numba_type_` of its arguments.  Two kinds of kernels write to read-only arrays
+    nevertheless: those of numba-cuda-mlir that were compiled for writable arrays before (0.6.0), and those of
+    numba-cuda with explicit signatures (0.30.4).
     """
-    if device_array_class.__name__ == "_ReadOnlyDeviceArray":
-        return device_array_class
 
     class _ReadOnlyDeviceArray(device_array_class):
         @property
         def _numba_type_(self) -> Any:
             return super()._numba_type_.copy(readonly=True)
 
-        @property
-        def __cuda_array_interface__(self) -> dict:
-            interface = super().__cuda_array_interface__
-            return {**interface, "data": (interface["data"][0], True)}
-
         def _refuse_write(self, *args: Any, **kwargs: Any) -> None:
             raise TypeError("The destination is read-only.")
 
         __setitem__ = setitem = copy_to_device = _refuse_write
 
-        # The base class returns arrays of this class from other methods that return views.
-        def view(self, *args: Any, **kwargs: Any) -> Any:
-            return _as_read_only(super().view(*args, **kwargs))
+        # These methods of the base class return its own class.  The other methods return `type(self)`.
+        def view(self, dtype: Any) -> Any:
+            return _as_read_only(super().view(dtype))
 
-        def squeeze(self, *args: Any, **kwargs: Any) -> Any:
-            return _as_read_only(super().squeeze(*args, **kwargs))
+        def squeeze(self, axis: Any = None, stream: Any = 0) -> Any:
+            return _as_read_only(super().squeeze(axis, stream))
 
-        def split(self, *args: Any, **kwargs: Any) -> Any:
-            return map(_as_read_only, super().split(*args, **kwargs))
+        def split(self, section: int, stream: Any = 0) -> Any:
+            return map(_as_read_only, super().split(section, stream))
 
     return _ReadOnlyDeviceArray
 
@@ -5351,13 +5362,13 @@ class _NumbaCudaMlir(_NumbaCuda):
     """The package numba-cuda-mlir (0.6.0).  It has no simulator, and compiles for the current GPU only."""
 
     module = "numba_cuda_mlir.cuda"
-    inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
+    adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
 
-    def code(self, compiled: Any) -> tuple[str, str, bytes]:
+    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
-    def params(self, array: _SliceArray) -> list[Any]:  # type: ignore[override]
-        """Return an array as a kernel takes it: data, data again, offset, shape, strides in elements."""
+    def params(self, array: _SliceArray) -> list:
+        """Return an array as the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
@@ -5366,31 +5377,30 @@ class _CudaSimulator(_NumbaCuda):
 
     platform = "cpu"
 
-    def compile(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
+    def compile_to_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
     ) -> _CompiledHandler:
         adapter = argument_map.adapter(kernel.py_func)
 
-        def launched(*buffers: Any) -> None:
+        def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
-        # The simulator replaces `cuda` in the globals of the function that it launches.  So that the kernel sees the
-        # replacement, these must be the kernel's globals.
+        # The simulator replaces `cuda` in the globals of the function that it launches.  The kernel must see the
+        # replacement.  So we launch a copy of `call_adapter` with the kernel's globals; `adapter` is in its closure.
         namespace = kernel.py_func.__globals__
-        simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
+        launched = types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__)
+        simulated = self.cuda.jit(launched)
 
         def run(arrays: list, stream: Any, launch: int) -> None:
             words = _read_launch(launch)
             simulated[words[:3], words[3:6], stream, words[6]](*arrays)
 
-        return _compile_handler(signature, self.callback(signature, run, range(signature.n_in)))
+        return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
-    def callback(
-        self, signature: _Signature, run: Callable[[list, Any, int], None], read_only: Container[int]
-    ) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list[tuple[int, tuple]], launch: int, *_: int) -> None:
+        def body(buffers: list, launch: int, *_: int) -> None:
             # Kernels run on copies, because threads of the simulator continue after an interrupt, when XLA's memory
             # is freed.
             views = []
@@ -5399,7 +5409,8 @@ class _CudaSimulator(_NumbaCuda):
                 views.append(np.ndarray(shape, dtype, memory))
             copies = [view.copy() for view in views]
             for i, j in signature.aliases:
-                copies[i] = copies[signature.n_in + j][...]  # an aliased input and its output share memory
+                # An aliased input shares memory with its output.  `[...]` makes another view, which may be read-only.
+                copies[i] = copies[signature.n_in + j][...]
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in read_only
             with _CUDASIM_LOCK:
@@ -5417,16 +5428,14 @@ _CUDA_SIMULATOR = _CudaSimulator()
 
 def _uses_cudasim() -> bool:
     """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
-    config = sys.modules.get("numba.core.config")
-    if config:
-        return bool(getattr(config, "ENABLE_CUDASIM", False))
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
 def _cuda_package(value: Any) -> _NumbaCuda | None:
     """Return the package of a kernel or of a module `cuda`, and None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-    if module.partition(".")[0] == "numba_cuda_mlir":
+    if module.startswith("numba_cuda_mlir"):
         return _NUMBA_CUDA_MLIR
     if module == "numba" or module.startswith(("numba.cuda", "numba_cuda")):
         return _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
@@ -5436,44 +5445,22 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel or a module that the callable captures.  If it captures none, because its kernels
-    are elsewhere, this is the package that is imported, or else the one that is installed.
+    This is the package of a kernel or of a module that the callable captures.  If it captures none, because its kernels
+    are elsewhere, this is the package that is imported.  Otherwise, this is numba-cuda-mlir if it is installed.
     """
-    packages = [_NUMBA_CUDA_MLIR, _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA]
-    with _CUDASIM_LOCK:  # a simulated kernel that is running has other globals
-        captured = {_cuda_package(value) for value in _values_reachable_from(func)}
-    imported = {package for package in packages if package.module in sys.modules}
-    for candidates in captured, imported:
-        for package in packages:
-            if package in candidates:
-                return package
-    is_successor_installed = importlib.util.find_spec("numba_cuda_mlir") is not None
-    return packages[0] if is_successor_installed and not _uses_cudasim() else packages[1]
-
-
-def _values_reachable_from(func: Any) -> list[Any]:
-    """Return the captured values of a callable and of the Python functions that it calls, with values in containers."""
-    values = [func]
-    searched: set[int] = set()
-    for value in values:  # the list grows in this loop
-        if id(value) in searched:
-            continue
-        searched.add(id(value))
-        if isinstance(value, types.MethodType):
-            values += [value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif isinstance(value, types.FunctionType) and not _is_library_module(value.__module__):
-            values += [captured for _, captured in _captured_values(value)]
-        elif isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, (tuple, list)):
-            values += value
-    return values
+    packages = [_CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA, _NUMBA_CUDA_MLIR]
+    if importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim():
+        packages.reverse()
+    with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
+        captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
+    # `max` prefers what is captured, then what is imported, then the first package.
+    return max(packages, key=lambda package: (package in captured, package.module in sys.modules))
 
 
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel.  A function named `_write_...` writes instructions of the handler; its arguments and results are
-# values in the handler.
+# compiled a kernel, except the layout of parameters (`params`) and `_USES_Z`.  A function named `_write_...` writes
+# instructions of the handler; its arguments and results are values in the handler.
 
 
 # cuda.h: CUfunction_attribute and CUdevice_attribute
@@ -5503,63 +5490,66 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded(self, function: int, launch: tuple[int, ...]) -> str:
+    def exceeded_limits_text(self, function: int, launch: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
-        for attribute, what, size in (
+        for attribute, size, what in (
             (
                 _FUNC_MAX_THREADS_PER_BLOCK,
-                "threads in a block, by its registers and launch_bounds",
                 math.prod(launch[3:6]),
+                "threads in a block, because of its registers or launch bounds",
             ),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, "bytes of dynamic shared memory", launch[6]),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, launch[6], "bytes of dynamic shared memory"),
         ):
-            limit = self.limit(_PTR(function), attribute)
-            if size > limit:
-                text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
+            with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
+                limit = self.function_attribute(function, attribute)
+                if size > limit:
+                    text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
         return text
 
-    def limit(self, function: Any, attribute: int) -> int:
+    def function_attribute(self, function: int, attribute: int) -> int:
         """Return an attribute of a CUfunction."""
-        limit = _I32(2**31 - 1)
-        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, function)
-        return limit.value
+        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
 
     def call(self, name: str, *args: Any) -> None:
         """Call a function of the driver.  Raise a RuntimeError if it fails."""
         if code := getattr(self.library, name)(*args):
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
+    def get(self, kind: Any, name: str, *args: Any) -> int:
+        """Call a function of the driver that stores a result of a C type to its first argument.  Return the result."""
+        result = kind()
+        self.call(name, ctypes.byref(result), *args)
+        return result.value or 0  # the value of a null pointer is None
+
     @contextlib.contextmanager
     def keeping_context(self) -> Iterator:
         """Restore the current context at the end."""
-        context = _PTR()
-        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        context = self.get(_PTR, "cuCtxGetCurrent")
         try:
             yield
         finally:
-            self.call("cuCtxSetCurrent", context)
+            self.call("cuCtxSetCurrent", _PTR(context))
 
     def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
         """Load machine code in the current context.  Return the CUfunction `entry`, with all shared memory allowed."""
-        module = _PTR()
-        function = _PTR()
-        max_shared_bytes = _I32()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        self.call("cuDeviceGetAttribute", ctypes.byref(max_shared_bytes), _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
-        max_dynamic_bytes = max_shared_bytes.value - self.limit(function, _FUNC_STATIC_SHARED_BYTES)
-        self.call("cuFuncSetAttribute", function, _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
-        return function.value or 0
+        module = self.get(_PTR, "cuModuleLoadData", cubin)
+        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
+        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
+        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
+        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
+        return function
 
 
+_SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
 # PTX of a kernel that reads z of its blocks or grid, uses clusters, or calls external functions that may do so.  Then
 # the blocks along z cannot be slices.
 _USES_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
     r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
 )
-# The fingerprint of each kernel at its first compilation, because each compilation captures values again.
+# The fingerprint of each kernel at its first compilation.  A batch is compiled later; if a captured value changed in
+# between, both kernels would differ.
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
@@ -5567,6 +5557,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
     analysis = _StoreAnalysis(kernel, [])
     names = [name for name, value in _all_captured_values(kernel) if _is_device_array(value)]
+    # Code whose source is unknown (`has_opaque_code`) may write to any of them.
     return [name for name in names if analysis.has_opaque_code or analysis.stores[_GLOBAL_PREFIX + name]]
 
 
@@ -5590,14 +5581,14 @@ def _write_stream_and_device(handler: _HandlerBuilder, frame: _StructPointer) ->
 
 
 def _write_cuda_copy_or_zero(
-    handler: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, target: _Int64, source: Any, nbytes: _Int64
+    handler: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, destination: _Int64, source: Any, nbytes: _Int64
 ) -> None:
-    """Copy `source` to `target`, or write zeros if `source` is the Python integer 0.
+    """Copy `source` to `destination`, or write zeros if `source` is the Python integer 0.
 
     This happens on the stream of the call, so that CUDA graphs can capture it.
     """
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
-    code = handler.call(libcuda.address(function), target, source, nbytes, _write_stream(handler, frame))
+    code = handler.call(libcuda.address(function), destination, source, nbytes, _write_stream(handler, frame))
     text = f"{function} failed while it initialized an output of kernel '{handler.signature.label}'"
     handler.fail(frame, handler.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
 
@@ -5608,7 +5599,7 @@ def _write_launch_loads(handler: _HandlerBuilder, frame: _StructPointer) -> list
     return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
 
-def _read_launch(address: int) -> tuple[int, ...]:
+def _read_launch(address: int) -> tuple:
     """Return the launch configuration at an address (in Python): grid, block, shared_mem."""
     return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
@@ -5617,12 +5608,19 @@ class _CudaLauncher:
     """A kernel that is loaded on each GPU, and the instructions of a handler that launch it on XLA's stream."""
 
     def __init__(
-        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, ptx: str = ""
+        self,
+        label: str,
+        libcuda: _LibCuda,
+        functions: Mapping,
+        compiled: Any,
+        ptx: str = "",
+        max_threads: int = _CUDA_MAX_THREADS,
     ) -> None:
         """Create a launcher.  `functions` has a CUfunction for each CUDA ordinal."""
         self.libcuda = libcuda
         self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
         self.ptx = ptx
+        self.max_threads = max_threads  # that a block of the kernel can have on every GPU
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
             self.functions[ordinal] = function
@@ -5630,17 +5628,13 @@ class _CudaLauncher:
         def report(code: int, function: int, address: int) -> int:
             launch = _read_launch(address)
             shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
-            text = f"{libcuda.describe(code)}, from a launch with {shown}{libcuda.exceeded(function, launch)}"
+            exceeded = libcuda.exceeded_limits_text(function, launch)
+            text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
             return _store_error_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
-    def max_threads(self) -> int:
-        """Return the number of threads that a block of the kernel can have on every GPU."""
-        functions = filter(None, self.functions)
-        return min(self.libcuda.limit(_PTR(function), _FUNC_MAX_THREADS_PER_BLOCK) for function in functions)
-
-    def launch_in(self, handler: _HandlerBuilder, frame: _StructPointer) -> Callable[..., None]:
+    def write_launch_setup(self, handler: _HandlerBuilder, frame: _StructPointer) -> Callable:
         """Write the instructions that all launches of a call share.  Return a function that writes one launch.
 
         That function takes the addresses of the kernel's parameters, and optionally another z of the grid.
@@ -5649,7 +5643,7 @@ class _CudaLauncher:
         function = handler.load(ordinal * 8 + ctypes.addressof(self.functions))
         x, y, z, *block_and_shared_mem = _write_launch_loads(handler, frame)
 
-        def write_launch(params: Sequence[Any], z: Any = z) -> None:
+        def write_launch(params: list, z: Any = z) -> None:
             args = function, x, y, z, *block_and_shared_mem, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
@@ -5659,91 +5653,79 @@ class _CudaLauncher:
 
 
 class _CudaEmitter(_Emitter):
-    """Launches a kernel once for each slice."""
+    """Launches a kernel once for each slice, or in a batch launch once for many slices, the blocks along z.
+
+    The kernel of a batch launch takes arrays whose first dimension is the slice.  If a call has several blocks along z,
+    or more threads in a block than this kernel can have, each slice is a launch of another kernel.
+    """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, per_slice_loop: int = 0) -> None:
+        """Create an emitter.
+
+        Args:
+          package: the package that has compiled the kernel.
+          launcher: the kernel.
+          per_slice_loop: for a batch launch, the address of `inner_loop` of the handler that launches each slice.
+        """
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
+        self.per_slice_loop = per_slice_loop
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        write_launch = self.launcher.launch_in(handler, frame)
-        with handler.each_slice(buffers, count) as arrays:
-            write_launch(self._params(handler, arrays))
+        if self.per_slice_loop:
+            launch = _write_launch_loads(handler, frame)
+            grid_has_z = launch[2] > 1
+            has_too_many_threads = math.prod(launch[3:6]) > self.launcher.max_threads
+            with handler.if_(grid_has_z | has_too_many_threads, likely=False):
+                handler.ret(handler.call(self.per_slice_loop, frame, buffers, count))
+        write_launch = self.launcher.write_launch_setup(handler, frame)
+        if self.per_slice_loop:
+            with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+                write_launch(self._params(handler, arrays), z=n_slices)
+        else:
+            with handler.each_slice(buffers, count) as arrays:
+                write_launch(self._params(handler, arrays))
 
-    def _params(self, handler: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list[_Int64]:
+    def _params(self, handler: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list:
         """Store the kernel's parameters in memory, and return their addresses."""
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
         return [first + 8 * i for i in range(len(params))]
 
 
-class _CudaBatchEmitter(_CudaEmitter):
-    """Launches a kernel once for many slices, which are the blocks along z.
-
-    The kernel takes arrays whose first dimension is the slice.  If a call has several blocks along z, or more threads
-    in a block than this kernel can have, each slice is launched by another handler's `inner_loop`.
-    """
-
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, inner_loop: int, max_threads: int) -> None:
-        super().__init__(package, launcher)
-        self.inner_loop = inner_loop  # an address
-        self.max_threads = max_threads
-
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        launch = _write_launch_loads(handler, frame)
-        has_z = launch[2] > 1
-        has_too_many_threads = math.prod(launch[3:6]) > self.max_threads
-        with handler.if_(has_z | has_too_many_threads, likely=False):
-            handler.ret(handler.call(self.inner_loop, frame, buffers, count))
-        write_launch = self.launcher.launch_in(handler, frame)
-        with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-            write_launch(self._params(handler, arrays), z=n_slices)
-
-
-class _BatchLaunch(enum.Enum):
-    """Whether a handler launches a kernel once for a batch."""
-
-    NOT_COMPILED = enum.auto()  # no batch was lowered yet
-    READY = enum.auto()
-    UNSUPPORTED = enum.auto()  # each slice is a launch; the reason was logged
-
-
 class _CudaBatch:
-    """The single launch for a batch, which is compiled when a batch is lowered for the first time.
+    """The batch launch of a kernel, which is compiled when a batch is lowered for the first time.
 
     The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(
-        self, handler: _CompiledHandler, compile_for_batch: Callable[[], tuple[_CompiledHandler, int]]
-    ) -> None:
+    def __init__(self, handler: _CompiledHandler, compile_for_batch: Callable) -> None:
         self.handler = handler  # launches each slice, until `prepare` succeeds
         self.compile_for_batch = compile_for_batch  # returns a handler, and the threads that its blocks can have
-        self.state = _BatchLaunch.NOT_COMPILED
-        self.max_threads = 0
+        self.was_tried = False  # a failure was logged, and is not repeated
+        self.max_threads = _CUDA_MAX_THREADS  # in a block of the batch launch
         self.lock = threading.Lock()
 
-    def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-        """Compile the single launch, if that was not tried before.
+    def prepare(self, grid: tuple, block: tuple) -> None:
+        """Compile the batch launch, if that was not tried before.
 
         Raises:
-          _BatchLaunchUnsupported, or an exception of the package: if each slice of a batch with this grid and block
-            will be a launch.
+          _BatchLaunchUnsupported: if each slice of a batch with this grid and block will be a launch.
+          Exception: of any type, if the batch launch cannot be compiled.  Later calls return.
         """
         if grid[2] > 1:
-            raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and the launch uses z: {grid=}")
+            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: {grid=}")
         with self.lock:
-            if self.state is _BatchLaunch.NOT_COMPILED:
-                self.state = _BatchLaunch.UNSUPPORTED  # unless the next line succeeds
+            if not self.was_tried:
+                self.was_tried = True
                 batch_handler, self.max_threads = self.compile_for_batch()
                 self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
                 self.handler.data.inner_loop = batch_handler.data.inner_loop
-                self.state = _BatchLaunch.READY
-        if self.state is _BatchLaunch.READY and math.prod(block) > self.max_threads:
+        if math.prod(block) > self.max_threads:
             raise _BatchLaunchUnsupported(
                 f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
             )
@@ -6675,7 +6657,7 @@ class _WarpEmitter(_Emitter):
         self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
         for entry in entries if self.is_batch_launch else ():
-            if exceeded := self.libcuda.exceeded(entry, launch):  # a batch kernel may need more registers
+            if exceeded := self.libcuda.exceeded_limits_text(entry, launch):  # a batch kernel may need more registers
                 raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
@@ -6685,7 +6667,7 @@ class _WarpEmitter(_Emitter):
         first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
         handler.copy_bytes(words, first, 8 * n_words)
         params = [words + 8 * offset for offset in offsets]  # the address of each parameter
-        launch_kernel = self.launcher.launch_in(handler, frame) if is_cuda else None
+        launch_kernel = self.launcher.write_launch_setup(handler, frame) if is_cuda else None
 
         def replace_placeholders(arrays: Sequence[_SliceArray]) -> None:
             for position, buffer, is_step in self.placeholders:
