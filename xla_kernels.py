@@ -133,7 +133,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
