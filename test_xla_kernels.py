@@ -1070,7 +1070,7 @@ def run_code(code, **env):
 
 
 # ======================================================================================================
-# Mistakes: each is refused in words that say the rule, the value and the way out.  Every mistake is a row
+# Mistakes: each raises an error that states the rule, the offending value and the fix
 
 
 def identity(x):
@@ -1082,7 +1082,7 @@ ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
 
 def trace_cuda(kernel=None, outs=FLOATS, **options):
-    """Trace a kernel of CUDA, which compiles nothing."""
+    """Trace a call of a CUDA kernel.  This compiles nothing, so it needs no GPU."""
     return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(add_one.__wrapped__), outs, **options), FLOATS)
 
 
@@ -1110,7 +1110,7 @@ def shuffle(a, i):
 
 
 class CudaWrites:
-    """Kernels that store to their input in ways that Numba CUDA accepts."""
+    """Kernels that write to their input in ways that Numba CUDA does not reject."""
 
     def by_an_atomic(x, out):
         cuda.atomic.add(x, 0, 1)
@@ -1145,7 +1145,7 @@ class CudaWrites:
             out = x
 
 
-class CudaRight:
+class CudaCorrect:
     """Correct kernels that resemble those in `CudaWrites` and `CudaNeverStores`."""
 
     def by_an_atomic(x, out):
@@ -1187,7 +1187,7 @@ class CudaRight:
 
 
 class CudaNeverStores:
-    """Kernels that leave their output as it is."""
+    """Kernels that never store to their output."""
 
     def assigns_to_the_name(x, out):
         out = x  # noqa: F841
@@ -1196,33 +1196,32 @@ class CudaNeverStores:
         y = out[0] + 1  # noqa: F841
 
 
-def launched_on_cuda(kernel, **options):
-    return partial(jax.eval_shape, xk.numba_cuda_kernel(cuda.jit(kernel), like_first, grid=1, block=1, **options))
+def trace_on_cuda(kernel, *inputs, **options):
+    jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(kernel), like_first, grid=1, block=1, **options), *inputs)
 
 
-@pytest.mark.parametrize("kernel", [x for x in vars(CudaWrites).values() if callable(x)])
-def test_cuda_kernel_that_writes_to_an_input_unseen_by_numba_is_rejected(kernel):
+@pytest.mark.parametrize("kernel", functions_of(CudaWrites).values())
+def test_cuda_write_to_input_raises(kernel):
     with pytest.raises(TypeError, match=r"(writes|may write) to input 'x'.*in_out_argnames"):
-        launched_on_cuda(kernel)(spec(4))
+        trace_on_cuda(kernel, FLOATS)
 
 
-@pytest.mark.parametrize("kernel", [x for x in vars(CudaRight).values() if callable(x)])
-def test_cuda_kernel_that_is_right_is_accepted(kernel):
-    launched_on_cuda(kernel)(spec(4))
+@pytest.mark.parametrize("kernel", functions_of(CudaCorrect).values())
+def test_cuda_correct_kernel_is_accepted(kernel):
+    trace_on_cuda(kernel, FLOATS)
 
 
-@pytest.mark.parametrize("kernel", [x for x in vars(CudaNeverStores).values() if callable(x)])
-def test_cuda_kernel_that_never_stores_to_an_output_is_rejected(kernel):
-    """The same holds for in-out arguments."""
+@pytest.mark.parametrize("kernel", functions_of(CudaNeverStores).values())
+def test_cuda_output_or_in_out_argument_never_stored_to_raises(kernel):
     with pytest.raises(TypeError, match="never stores to 'out'"):
-        launched_on_cuda(kernel)(spec(4))
+        trace_on_cuda(kernel, FLOATS)
     with pytest.raises(TypeError, match="never stores to 'out'"):
-        launched_on_cuda(kernel, in_out_argnames=["out"])(spec(4), spec(4))
-    launched_on_cuda(kernel, zero_outputs=True)(spec(4))
+        trace_on_cuda(kernel, FLOATS, FLOATS, in_out_argnames=["out"])
+    trace_on_cuda(kernel, FLOATS, zero_outputs=True)
 
 
 def trace_warp(name, *args, outs=like_first, **options):
-    """Trace a kernel of Warp's section."""
+    """Trace a call of a kernel of `warp_kernels`."""
     return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
 
 
@@ -1249,7 +1248,7 @@ def broken_op():
 
 
 def call_broken(backend, outs=spec(8), **params):
-    """Eagerly, and in a vmap under jit: both raise the same."""
+    """Call a kernel of `broken_op` eagerly, and check that vmap under jit raises the same type of error."""
     call = partial(broken_op(), outs=outs, backend=backend, **params)
     with pytest.raises(Exception) as first:
         call(VECTOR)
@@ -1259,21 +1258,21 @@ def call_broken(backend, outs=spec(8), **params):
 
 
 def call_undecorated(method, is_generated=False):
-    """Call an op whose kernel, or whose generator's kernel, lacks its decorator."""
+    """Call an op whose kernel lacks its decorator.  If `is_generated`, a generator returns the kernel."""
     op = xk.XLACustomKernel("undecorated")
     kernel = add_one.__wrapped__
     getattr(op, method)((lambda: kernel) if is_generated else kernel)
     op(F32, outs=like_first)
 
 
-def differentiate_an_op_whose_rule_calls_it():
+def differentiate_op_whose_rule_calls_it():
     op = op_adding(a=1)
     op.def_jvp_rule2(lambda tangent, x: op(tangent, outs=like_first))
     jax.grad(call_op(op))(1.0)
 
 
 def call_warp_with(**values):
-    """Call a kernel that takes arguments of every kind, with these for its own."""
+    """Call the Warp kernel that has parameters of every kind, with some of its arguments replaced."""
     return call_every(*EVERY, **values)
 
 
@@ -1281,8 +1280,7 @@ EMPTY_OP = xk.XLACustomKernel("empty")
 NJIT_ITSELF = numba.njit(identity)
 call_empty_op = partial(EMPTY_OP, outs=like_first)
 
-SPECIAL = importlib.import_module("scipy.special")  # which JAX needs
-WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's kernels do
+ADVICE = {  # the fix that follows Numba's own reason in the message: kernels that need it
     "Inputs are read-only, .* writes to its input 'x': .*Write to an output, or list the input in "
     "in_out_argnames=['x']. If .*, use x.copy() there": [
         kernel_from_body("x[0] = 77"),
@@ -1310,20 +1308,45 @@ WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's 
         kernel_from_body("out[0] = a['gain']", a={"gain": 2.0}),
         kernel_from_body("out[0] = a[0]", a=[2.0]),
     ],
-    "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C functions": [
-        kernel_from_body("out[0] = special.j0(x[0])", special=SPECIAL),
-        kernel_from_body("out[0] = j0(x[0])", j0=SPECIAL.j0),
-    ],
     "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated": [
         kernel_from_body("breakpoint()")
     ],
 }
+
+
+def reuse_name_for_bad_kernel(name):
+    wrap(name=name)(F32)
+    wrap(kernel_storing("undefined"), name=name)(F32)
+
+
+def call_scipy(expression):
+    from scipy import special
+
+    wrap(kernel_storing(expression, special=special, j0=special.j0))(F32)
+
+
 SPECS_NO_VALUES = (
     "Its arguments are specs with .shape and .dtype, and have no values. .*jax.eval_shape(f, x).*a fixed capacity"
 )
-# By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
-ERRORS = {
-    "numba": [  # and what all wrappers share: first when a wrapper is made
+
+
+class RecordedWrap:
+    """A call of `wrap` that is made when the row of the table runs, so that a bad row does not stop the collection."""
+
+    def __init__(self, *args, **options):
+        self.build = partial(wrap, *args, **options)
+
+    def __call__(self, *inputs, **named):
+        return self.build()(*inputs, **named)
+
+
+def errors(wrap):
+    """Return rows by backend: the exception, its text, a function, and its arguments.
+
+    The text consists of parts of the message, with `.*` between them.
+    """
+    return {
+    "numba": [  # and errors that all wrappers share.  First, errors when a wrapper is created:
         (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(identity)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(identity, 3)),
         (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
@@ -1423,7 +1446,7 @@ ERRORS = {
         (TypeError, "A 0-d input is a scalar here, because the kernel returns its outputs.*Write q instead of q[()]",
          wrap(lambda x, q: x * q[()]), F32, 2.0),
         # what the kernel does
-        *[(TypeError, text, wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
+        *[(TypeError, text, wrap(kernel), F32) for text, kernels in ADVICE.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(kernel_from_body("with numba.objmode():\n        print()")), F32),
         (TypeError, "never stores to 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the `return`",
          wrap(kernel_from_body("return x.size")), F32),
@@ -1452,6 +1475,14 @@ ERRORS = {
          wrap(kernel_from_body(f"raise LookupError({ODD_TEXT!r})")), F32),
         (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))),
          F32[None]),
+        (jax.errors.JaxRuntimeError, "IndexError: index is out of bounds.*raised in kernel 'kernel'",
+         wrap(numba.njit(boundscheck=True)(kernel_from_body("out[x.size] = 1"))), F32),
+        # names
+        (ValueError, "'in use before compiling' is in use", reuse_name_for_bad_kernel, "in use before compiling"),
+    ],
+    "scipy": [
+        (TypeError, "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C "
+         "functions", call_scipy, expression) for expression in ["special.j0(x[0])", "j0(x[0])"]
     ],
     "cuda": [
         (ValueError, "grid and block, or launch_dims", trace_cuda),
@@ -1529,6 +1560,7 @@ ERRORS = {
         (ValueError, "Warp has no scalar type for dtype .*Cast the array to one of: bool, .*float64",
          xk.jaxtype_to_warptype, np.complex64),
         (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", xk.jaxinfo_to_warpinfo, spec()),
+        (pickle.PicklingError, "'multiply'.*in a variable of a module", lambda: pickle.dumps(product())),
     ],
     "op": [  # calls
         (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
@@ -1574,44 +1606,50 @@ ERRORS = {
         (TypeError, "operand 1 must be a function. Got 'wrong'", EMPTY_OP.def_jvp_rule2, None, "wrong"),
         # transformations
         (NotImplementedError, "must not have ordered effects", call_broken, "ordered"),
-        (NotImplementedError, "calls an op on tangents", differentiate_an_op_whose_rule_calls_it),
+        (NotImplementedError, "calls an op on tangents", differentiate_op_whose_rule_calls_it),
         (NotImplementedError, "has no JVP rule", jax.grad(call_empty_op), 1.0),
+        (pickle.PicklingError, "'local'.*in a variable of a module", pickle.dumps, xk.XLACustomKernel("local")),
     ],
-}  # fmt: skip
+    }  # fmt: skip
 
 
-def all_errors():
-    """The rows as parameters of a test, which `-k` finds by backend and by text."""
-    for backend, rows in ERRORS.items():
-        marks = [pytest.mark.needs("warp")] if backend == "warp" else []
-        for kind, text, call, *inputs in rows:
-            name = " ".join(re.findall(r"\w+", text)[:6])
-            yield pytest.param(kind, text, call, inputs, marks=marks, id=f"{backend}: {name}")
+def words_of(text):
+    """Return the first words of a text, as the ID of a row."""
+    return " ".join(re.findall(r"\w+", text)[:8])
 
 
-@pytest.mark.parametrize("kind, text, call, inputs", list(all_errors()))
-def test_mistakes_are_refused(kind, text, call, inputs):
+def rows_of_errors():
+    for backend, rows in errors(wrap=RecordedWrap).items():
+        marks = [pytest.mark.needs(backend)] if backend in ("warp", "scipy") else []
+        for kind, text, call, *args in rows:
+            yield pytest.param(kind, text, call, args, marks=marks, id=f"{backend}: {words_of(text)}")
+
+
+@pytest.mark.parametrize("kind, text, call, args", list(rows_of_errors()))
+def test_mistake_raises_error_with_fix(kind, text, call, args):
     pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
     with pytest.raises(kind) as caught:
-        jax.block_until_ready(call(*inputs))
-    first_line = str(caught.value).partition("\n")[0]  # below it may stand what Numba says
+        result = call(*args)
+        jax.block_until_ready(result.build() if isinstance(result, RecordedWrap) else result)
+    first_line = str(caught.value).partition("\n")[0]  # Numba's own message may follow
     assert re.search(pattern, "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
-    assert "'NoneType' object" not in str(caught.value)  # as Numba says from inside
-    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+    assert "'NoneType' object" not in str(caught.value)  # an internal error of Numba
+    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # later calls work
 
 
 @pytest.mark.parametrize("kernel, outs", [
     (lambda x: np.float32(0.5) * x, FLOATS),
     (lambda x: (0.5 * x).astype(np.float32), FLOATS),
     (lambda x: 0.5 * x, spec(4, dtype=np.float64)),
-], ids=["np.float32(...)", ".astype(np.float32)", "64 bits in outs"])  # fmt: skip
-def test_ways_to_return_numbers_that_python_makes_64_bits(kernel, outs):
-    """Which a message has; those of others are what most kernels of these tests do."""
+], ids=["float32 factor", "astype", "float64 in outs"])  # fmt: skip
+def test_fixes_of_64_bit_results_work(kernel, outs):
+    """Numba computes `0.5 * x` in float64.  The message for this mistake offers these three fixes."""
     with x64():
         np.testing.assert_array_equal(wrap(kernel, outs)(F32), F32 / 2)
 
 
-def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted():
+def test_fix_of_unsupported_dtype_works():
+    """The message contains an expression with casts."""
     x = jnp.ones(4, np.float16)
     with pytest.raises(TypeError, match=r"'add_one': input 0 is float16\[4\]") as caught:
         add_one(x)
@@ -1623,36 +1661,34 @@ def test_op_backend_of_another_platform_can_be_lowered_there():
     assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
 
 
-def test_a_callback_that_is_interrupted_before_it_begins_is_an_error():
+def test_callback_interrupted_before_its_start_raises():
+    """If Ctrl-C interrupts ctypes before the Python function starts, ctypes returns to the handler as usual."""
     signature = xk._Signature("kernel", 1, (np.dtype("f4"),) * 2, (1, 1))
     emitter = xk._CallbackEmitter(signature, print)
-    emitter.callback = type(emitter.callback)(lambda words: None)  # as ctypes goes on
+    emitter.callback = type(emitter.callback)(lambda words: None)
     xk._register_with_xla("interrupted", "cpu", xk._compile_handler(signature, emitter))
     call = partial(jax.ffi.ffi_call("interrupted", FLOATS), launch=np.zeros(0, np.int64))
     assert "KeyboardInterrupt (raised in kernel 'kernel')" in error_of(call, F32)
 
 
-def test_threads_that_raise_in_a_loop():
-    """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
-
-    The text of an error lives until XLA has copied it, also where other threads fail meanwhile.
-    """
-
-    refuse_negative = wrap(
-        kernel_from_body("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])")
-    )
+def test_concurrent_kernel_errors_keep_messages():
+    """XLA copies the message after the handler has returned, while kernels of other threads fail."""
+    kernel = kernel_from_body("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])")
+    call = wrap(kernel)
+    barrier = threading.Barrier(8)
 
     def work(number):
         x = np.full(1, number, np.float32)
+        barrier.wait()
         for _ in range(40):
-            assert refuse_negative(x)[0] == number
-            assert f"('negative element', -{number}.0)" in error_of(refuse_negative, -x)
+            assert call(x)[0] == number
+            assert f"('negative element', -{number}.0)" in error_of(call, -x)
 
     in_threads(work, range(1, 9))
 
 
-def test_a_call_that_fails_gives_its_memory_back():
-    """References: each that a failing call kept would be some ten blocks a call.  jax 0.9 keeps three itself."""
+def test_failed_calls_do_not_leak():
+    """Each leaked reference would be some ten blocks per call.  jax 0.9 itself leaks three per call."""
     call = jax.jit(wrap(kernel_from_body("raise LookupError('no such number')")))
     for _ in range(20):
         error_of(call, F32)
@@ -1770,14 +1806,6 @@ _also_add_one = wrap(add_one.__wrapped__)
 @pytest.mark.parametrize("kept", [_also_add_one, OP_OF_THIS_MODULE])
 def test_copies_and_pickles_of_what_has_a_variable_are_the_object(kept):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
-
-
-@pytest.mark.parametrize("make", [
-    lambda: xk.XLACustomKernel("local"), pytest.param(lambda: product(), marks=pytest.mark.needs("warp")),
-], ids=["op", "warp"])  # fmt: skip
-def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
-    with pytest.raises(pickle.PicklingError, match=r"'(local|multiply)'.*in a variable of a module"):
-        pickle.dumps(make())
 
 
 def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):
@@ -2297,11 +2325,6 @@ def test_a_kernel_may_store_the_old_values(code):
     np.testing.assert_array_equal(call(FROM_ZERO), FROM_ZERO)
 
 
-def test_a_kernel_that_always_raises_may_leave_its_outputs():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="NotImplementedError: later"):
-        wrap(kernel_from_body("raise NotImplementedError('later')"))(F32).block_until_ready()
-
-
 @pytest.mark.parametrize(
     "options", [{"debug": True}, {"boundscheck": True}, {"fastmath": True}, {"error_model": "numpy"}]
 )
@@ -2743,12 +2766,6 @@ def test_a_kernel_that_cannot_be_registered_takes_no_name(make, monkeypatch):
     assert make(2)(F32)[0] == 3
     with pytest.raises(ValueError, match=r"registered later.*is in use"):
         first(F32)
-
-
-def test_a_name_in_use_is_reported_before_the_kernel_is_compiled():
-    wrap(name="in use before compiling")(F32)
-    with pytest.raises(ValueError, match="'in use before compiling' is in use"):
-        wrap(kernel_storing("undefined"), name="in use before compiling")(F32)
 
 
 def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
