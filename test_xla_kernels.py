@@ -1893,7 +1893,7 @@ def test_donated_in_out_argument_is_updated_in_place(is_donated):
     v = jnp.arange(1000.0)
     address = v.unsafe_buffer_pointer()
     result = program(v)
-    check_close(result, np.arange(1.0, 1001.0))
+    check_close(result, np.arange(1.0, 1001.0, dtype=np.float32))
     assert v.is_deleted() == (result.unsafe_buffer_pointer() == address) == is_donated
 
 
@@ -2111,7 +2111,7 @@ def test_inputs_can_be_passed_by_name():
 
 
 # -- inputs never change, and correct programs run -------------------------------------------------------
-# Tables of kernels for `x` and `out` of four floats.  Mistakes must raise an error, and correct programs must match NumPy.
+# Tables of kernels for `x` and `out` of four floats.  Mistakes must raise an error, and correct programs match NumPy.
 # The kernels are strings, because the checks analyze compiled code, not source.
 
 ONES_4 = np.ones((4, 4), np.float32)
