@@ -1446,8 +1446,8 @@ def errors(wrap):
         # what the kernel does
         *[(TypeError, text, wrap(kernel), F32) for text, kernels in ADVICE.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(kernel_from_body("with numba.objmode():\n        print()")), F32),
-        (TypeError, "never stores to output 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the `return`",
-         wrap(kernel_from_body("return x.size")), F32),
+        (TypeError, "never stores to output 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the "
+         "`return`", wrap(kernel_from_body("return x.size")), F32),
         (TypeError, "'kernel' returns int64, not nothing. Remove the `return`, or wrap .* drops the result",
          wrap(kernel_from_body("out[:] = x; return x.size")), F32),
         (TypeError, "within a kind .* returns float64, not int32[]. Return np.int32(x), or declare float64 in outs",
