@@ -2426,51 +2426,14 @@ def test_numba_options_do_not_change_checks(code, is_correct, option):
         jax.eval_shape(call, F32)
 
 
-def store_in_helper(array):
-    np.fill_diagonal(array.reshape((2, 2)), 77)
-
-
-class CachedKernels:
-    """Kernels for a module in which `@numba.njit(cache=True)` decorates them."""
-
-    def writes_through_flat(x, out):
-        x.flat[0] = 77
-        out[:] = x
-
-    def writes_in_helper(x, out):
-        store_in_helper(x)
-        out[:] = x
-
-    def writes_through_dict(x, out):
-        arrays = {0: out}
-        arrays[1] = x
-        arrays[1][0] = 77
-
-    def never_stores(x, out):
-        out = x + 1  # noqa: F841
-
-    def fills_copy(x, out):
-        copy = x.copy().reshape((2, 2))
-        np.fill_diagonal(copy, 0)
-        out[:] = copy.ravel()
-
-    def stores_product(x, out):
-        np.dot(x.reshape((2, 2)), x[:2], out[:2])
-
-    def stores_element_of_list(x, out):
-        if x[0] > 100:
-            raise ValueError
-        out[:] = [v for v in (x, x)][0]  # noqa: C416, RUF015
-
-
-CACHED_RESULTS = {  # a part of the error message, or the result
-    "writes_through_flat": "in_out_argnames",
-    "writes_in_helper": "in_out_argnames",
-    "writes_through_dict": "in_out_argnames",
-    "never_stores": "never stores",
-    "fills_copy": "[0.0, 1.0, 4.0, 0.0]",
-    "stores_product": "[10.0, 14.0, 0.0, 0.0]",
-    "stores_element_of_list": "[3.0, 1.0, 4.0, 2.0]",
+CACHED_KERNELS = {  # bodies of kernels that Numba caches, and a part of the error message or the result
+    "x.flat[0] = 77": "in_out_argnames",
+    "fill_helper(x)": "in_out_argnames",
+    "d = {0: out}; d[1] = x; d[1][0] = 77": "in_out_argnames",
+    "out = x + 1": "never stores",
+    "y = x.copy().reshape((2, 2)); np.fill_diagonal(y, 0); out[:] = y.ravel()": "[0.0, 1.0, 4.0, 0.0]",
+    "np.dot(x.reshape((2, 2)), x[:2], out[:2])": "[10.0, 14.0, 0.0, 0.0]",
+    "out[:] = [v for v in (x, x)][0]": "[3.0, 1.0, 4.0, 2.0]",
 }
 
 
@@ -2478,7 +2441,7 @@ def print_results_of_cached_kernels(names):
     """Print as JSON, for each kernel, the result or the message, the input, and whether the cache had the code."""
     import cached_kernels
 
-    report = {}
+    report = []
     for name in names:
         kernel = getattr(cached_kernels, name)
         x = jnp.array([3.0, 1.0, 4.0, 2.0])
@@ -2486,22 +2449,22 @@ def print_results_of_cached_kernels(names):
             result = str(xk.numba_kernel(kernel, lambda x: x)(x).tolist())
         except TypeError as error:
             result = str(error).partition("\n")[0]
-        report[name] = result, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0
+        report.append([result, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0])
     print(json.dumps(report))
 
 
 def test_checks_are_the_same_for_kernels_from_numbas_cache(tmp_path):
-    functions = [store_in_helper, *functions_of(CachedKernels).values()]
-    sources = ["@numba.njit(cache=True)\n" + textwrap.dedent(inspect.getsource(function)) for function in functions]
-    (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(sources))
+    bodies = {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
+    bodies["fill_helper(a)"] = "np.fill_diagonal(a.reshape((2, 2)), 77)"
+    kernels = [f"@numba.njit(cache=True)\ndef {name}:\n    {body}\n" for name, body in bodies.items()]
+    (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(reversed(kernels)))
     imports = f"import json, sys, jax.numpy as jnp, xla_kernels as xk\nsys.path.append({str(tmp_path)!r})\n"
-    call = f"\nprint_results_of_cached_kernels({[*CACHED_RESULTS]})"
+    call = f"\nprint_results_of_cached_kernels({[f'kernel_{i}' for i in range(len(CACHED_KERNELS))]})"
     program = imports + inspect.getsource(print_results_of_cached_kernels) + call
     for is_cached in (False, True):
         report = json.loads(run_python("-c", program, NUMBA_CACHE_DIR=str(tmp_path / "cache")))
-        for name, expected in CACHED_RESULTS.items():
-            result, x, was_cached = report[name]
-            assert expected in result and (x, was_cached) == ([3.0, 1.0, 4.0, 2.0], is_cached), (name, report)
+        for (body, expected), (result, x, was_cached) in zip(CACHED_KERNELS.items(), report, strict=True):
+            assert expected in result and (x, was_cached) == ([3.0, 1.0, 4.0, 2.0], is_cached), (body, report)
 
 
 def test_returned_outputs_are_not_zeroed():
