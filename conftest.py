@@ -116,6 +116,7 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "numba-cuda-mlir": Condition(installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
     "cuda package": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no Numba CUDA", tested=True),
     "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
+    "jax 0.11.2": Condition(jax.__version_info__ >= (0, 11, 2), "older XLA drops the barrier before it removes copies"),
     "compiler": Condition(not SIMULATOR, "the simulator compiles nothing"),
     "fake driver": Condition(FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),

@@ -973,7 +973,7 @@ def check_close(results, expected, tolerance=1e-5):
 
 
 # ======================================================================================================
-# Helpers for the tests of all sections: specs, kernels made from a statement, threads and processes
+# Helpers for the tests of all sections: specs, kernels from strings, threads and processes
 
 
 def spec(*shape, dtype=np.float32):
@@ -1031,7 +1031,7 @@ def target_of(function, *specs):
 
 
 def copied_bytes(program, *specs):
-    """Return the size of the temporary buffers of a jitted function, in which XLA copies inputs."""
+    """Return the size of the temporary buffers of a jitted function, which hold the copies of inputs."""
     return program.lower(*specs).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -1070,7 +1070,7 @@ def run_code(code, **env):
 
 
 # ======================================================================================================
-# Mistakes: each is refused in words that say the rule, the value and the way out.  Every mistake is a row
+# Mistakes: each raises an error that states the rule, the offending value and the fix
 
 
 def identity(x):
@@ -1082,7 +1082,7 @@ ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 
 
 def trace_cuda(kernel=None, outs=FLOATS, **options):
-    """Trace a kernel of CUDA, which compiles nothing."""
+    """Trace a call of a CUDA kernel.  This compiles nothing, so it needs no GPU."""
     return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(add_one.__wrapped__), outs, **options), FLOATS)
 
 
@@ -1121,7 +1121,7 @@ FUNCTIONS = (bump,)
 
 
 class CudaWrites:
-    """Kernels that store to their input in ways that Numba CUDA accepts."""
+    """Kernels that write to their input in ways that Numba CUDA does not reject."""
 
     def by_an_atomic(x, out):
         cuda.atomic.add(x, 0, 1)
@@ -1178,7 +1178,7 @@ class CudaWrites:
         FUNCTIONS[0](x, 0)
 
 
-class CudaRight:
+class CudaCorrect:
     """Correct kernels that resemble those in `CudaWrites` and `CudaNeverStores`."""
 
     def by_an_atomic(x, out):
@@ -1220,7 +1220,7 @@ class CudaRight:
 
 
 class CudaNeverStores:
-    """Kernels that leave their output as it is."""
+    """Kernels that never store to their output."""
 
     def assigns_to_the_name(x, out):
         out = x  # noqa: F841
@@ -1229,33 +1229,32 @@ class CudaNeverStores:
         y = out[0] + 1  # noqa: F841
 
 
-def launched_on_cuda(kernel, **options):
-    return partial(jax.eval_shape, xk.numba_cuda_kernel(cuda.jit(kernel), like_first, grid=1, block=1, **options))
+def trace_on_cuda(kernel, *inputs, **options):
+    jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(kernel), like_first, grid=1, block=1, **options), *inputs)
 
 
-@pytest.mark.parametrize("kernel", [x for x in vars(CudaWrites).values() if callable(x)])
-def test_cuda_kernel_that_writes_to_an_input_unseen_by_numba_is_rejected(kernel):
+@pytest.mark.parametrize("kernel", functions_of(CudaWrites).values())
+def test_cuda_write_to_input_raises(kernel):
     with pytest.raises(TypeError, match=r"(writes|may write) to input 'x'.*in_out_argnames"):
-        launched_on_cuda(kernel)(spec(4))
+        trace_on_cuda(kernel, FLOATS)
 
 
-@pytest.mark.parametrize("kernel", [x for x in vars(CudaRight).values() if callable(x)])
-def test_cuda_kernel_that_is_right_is_accepted(kernel):
-    launched_on_cuda(kernel)(spec(4))
+@pytest.mark.parametrize("kernel", functions_of(CudaCorrect).values())
+def test_cuda_correct_kernel_is_accepted(kernel):
+    trace_on_cuda(kernel, FLOATS)
 
 
-@pytest.mark.parametrize("kernel", [x for x in vars(CudaNeverStores).values() if callable(x)])
-def test_cuda_kernel_that_never_stores_to_an_output_is_rejected(kernel):
-    """The same holds for in-out arguments."""
-    with pytest.raises(TypeError, match=r"never stores to .*'out'"):
-        launched_on_cuda(kernel)(spec(4))
-    with pytest.raises(TypeError, match=r"never stores to .*'out'"):
-        launched_on_cuda(kernel, in_out_argnames=["out"])(spec(4), spec(4))
-    launched_on_cuda(kernel, zero_outputs=True)(spec(4))
+@pytest.mark.parametrize("kernel", functions_of(CudaNeverStores).values())
+def test_cuda_output_or_in_out_argument_never_stored_to_raises(kernel):
+    with pytest.raises(TypeError, match="never stores to output 'out'"):
+        trace_on_cuda(kernel, FLOATS)
+    with pytest.raises(TypeError, match="never stores to (output|in-out argument) 'out'"):
+        trace_on_cuda(kernel, FLOATS, FLOATS, in_out_argnames=["out"])
+    trace_on_cuda(kernel, FLOATS, zero_outputs=True)
 
 
 def trace_warp(name, *args, outs=like_first, **options):
-    """Trace a kernel of Warp's section."""
+    """Trace a call of a kernel of `warp_kernels`."""
     return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
 
 
@@ -1282,7 +1281,7 @@ def broken_op():
 
 
 def call_broken(backend, outs=spec(8), **params):
-    """Eagerly, and in a vmap under jit: both raise the same."""
+    """Call a kernel of `broken_op` eagerly, and check that vmap under jit raises the same type of error."""
     call = partial(broken_op(), outs=outs, backend=backend, **params)
     with pytest.raises(Exception) as first:
         call(VECTOR)
@@ -1292,21 +1291,21 @@ def call_broken(backend, outs=spec(8), **params):
 
 
 def call_undecorated(method, is_generated=False):
-    """Call an op whose kernel, or whose generator's kernel, lacks its decorator."""
+    """Call an op whose kernel lacks its decorator.  If `is_generated`, a generator returns the kernel."""
     op = xk.XLACustomKernel("undecorated")
     kernel = add_one.__wrapped__
     getattr(op, method)((lambda: kernel) if is_generated else kernel)
     op(F32, outs=like_first)
 
 
-def differentiate_an_op_whose_rule_calls_it():
+def differentiate_op_whose_rule_calls_it():
     op = op_adding(a=1)
     op.def_jvp_rule2(lambda tangent, x: op(tangent, outs=like_first))
     jax.grad(call_op(op))(1.0)
 
 
 def call_warp_with(**values):
-    """Call a kernel that takes arguments of every kind, with these for its own."""
+    """Call the Warp kernel that has parameters of every kind, with some of its arguments replaced."""
     return call_every(*EVERY, **values)
 
 
@@ -1314,8 +1313,7 @@ EMPTY_OP = xk.XLACustomKernel("empty")
 NJIT_ITSELF = numba.njit(identity)
 call_empty_op = partial(EMPTY_OP, outs=like_first)
 
-SPECIAL = importlib.import_module("scipy.special")  # which JAX needs
-WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's kernels do
+ADVICE = {  # the fix that follows Numba's own reason in the message: kernels that need it
     "Inputs are read-only, .* writes to its input 'x': .*Write to an output, or list the input in "
     "in_out_argnames=['x']. If .*, use x.copy() there": [
         kernel_from_body("x[0] = 77"),
@@ -1343,20 +1341,45 @@ WHAT_HELPS = {  # what the message says after Numba's reason: what a beginner's 
         kernel_from_body("out[0] = a['gain']", a={"gain": 2.0}),
         kernel_from_body("out[0] = a[0]", a=[2.0]),
     ],
-    "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C functions": [
-        kernel_from_body("out[0] = special.j0(x[0])", special=SPECIAL),
-        kernel_from_body("out[0] = j0(x[0])", j0=SPECIAL.j0),
-    ],
     "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated": [
         kernel_from_body("breakpoint()")
     ],
 }
+
+
+def reuse_name_for_bad_kernel(name):
+    wrap(name=name)(F32)
+    wrap(kernel_storing("undefined"), name=name)(F32)
+
+
+def call_scipy(expression):
+    from scipy import special
+
+    wrap(kernel_storing(expression, special=special, j0=special.j0))(F32)
+
+
 SPECS_NO_VALUES = (
     "Its arguments are specs with .shape and .dtype, and have no values. .*jax.eval_shape(f, x).*a fixed capacity"
 )
-# By backend: the exception, what it says (parts of the text, with .* between them), what is called, and its inputs.
-ERRORS = {
-    "numba": [  # and what all wrappers share: first when a wrapper is made
+
+
+class RecordedWrap:
+    """A call of `wrap` that is made when the row of the table runs, so that a bad row does not stop the collection."""
+
+    def __init__(self, *args, **options):
+        self.build = partial(wrap, *args, **options)
+
+    def __call__(self, *inputs, **named):
+        return self.build()(*inputs, **named)
+
+
+def errors(wrap):
+    """Return rows by backend: the exception, its text, a function, and its arguments.
+
+    The text consists of parts of the message, with `.*` between them.
+    """
+    return {
+    "numba": [  # and errors that all wrappers share.  First, errors when a wrapper is created:
         (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(identity)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(identity, 3)),
         (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
@@ -1374,8 +1397,6 @@ ERRORS = {
          wrap(scalars=["out"]), F32),
         (ValueError, "'x' in scalars=['x'] is float32[4]. Remove it from scalars, or pass a number (under vmap, one",
          wrap(scalars=["x"]), F32),
-        (ValueError, "a scalar cannot be an in-out argument.*'x' is in both.*Remove it from scalars, and read x[()]",
-         partial(wrap, scalars=["x"], in_out_argnames=["x"])),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (ValueError, "in_out_argnames=.*'t' is not one. Choose from (x, out)", partial(wrap, in_out_argnames=["t"])),
         (ValueError, "in the order of the kernel's parameters; got ['out', 'x']. Write in_out_argnames=['x', 'out']",
@@ -1456,10 +1477,10 @@ ERRORS = {
         (TypeError, "A 0-d input is a scalar here, because the kernel returns its outputs.*Write q instead of q[()]",
          wrap(lambda x, q: x * q[()]), F32, 2.0),
         # what the kernel does
-        *[(TypeError, text, wrap(kernel), F32) for text, kernels in WHAT_HELPS.items() for kernel in kernels],
+        *[(TypeError, text, wrap(kernel), F32) for text, kernels in ADVICE.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(kernel_from_body("with numba.objmode():\n        print()")), F32),
-        (TypeError, "never stores to 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the `return`",
-         wrap(kernel_from_body("return x.size")), F32),
+        (TypeError, "never stores to output 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the "
+         "`return`", wrap(kernel_from_body("return x.size")), F32),
         (TypeError, "'kernel' returns int64, not nothing. Remove the `return`, or wrap .* drops the result",
          wrap(kernel_from_body("out[:] = x; return x.size")), F32),
         (TypeError, "within a kind .* returns float64, not int32[]. Return np.int32(x), or declare float64 in outs",
@@ -1481,10 +1502,18 @@ ERRORS = {
         # when the kernel runs
         (jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
          wrap(identity, spec(2)), F32),
-        (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*raised in kernel 'kernel'",
+        (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in kernel 'kernel')",
          wrap(kernel_from_body(f"raise LookupError({ODD_TEXT!r})")), F32),
         (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))),
          F32[None]),
+        (jax.errors.JaxRuntimeError, "IndexError: index is out of bounds.*raised in kernel 'kernel'",
+         wrap(numba.njit(boundscheck=True)(kernel_from_body("out[x.size] = 1"))), F32),
+        # names
+        (ValueError, "'in use before compiling' is in use", reuse_name_for_bad_kernel, "in use before compiling"),
+    ],
+    "scipy": [
+        (TypeError, "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C "
+         "functions", call_scipy, expression) for expression in ["special.j0(x[0])", "j0(x[0])"]
     ],
     "cuda": [
         (ValueError, "grid and block, or launch_dims", trace_cuda),
@@ -1566,6 +1595,7 @@ ERRORS = {
         (ValueError, "Warp has no scalar type for dtype .*Cast the array to one of: bool, .*float64",
          xk.jaxtype_to_warptype, np.complex64),
         (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", xk.jaxinfo_to_warpinfo, spec()),
+        (pickle.PicklingError, "'multiply'.*in a variable of a module", lambda: pickle.dumps(product())),
     ],
     "op": [  # calls
         (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
@@ -1612,44 +1642,50 @@ ERRORS = {
         (TypeError, "operand 1 must be a function. Got 'wrong'", EMPTY_OP.def_jvp_rule2, None, "wrong"),
         # transformations
         (NotImplementedError, "must not have ordered effects", call_broken, "ordered"),
-        (NotImplementedError, "calls an op on tangents", differentiate_an_op_whose_rule_calls_it),
+        (NotImplementedError, "calls an op on tangents", differentiate_op_whose_rule_calls_it),
         (NotImplementedError, "has no JVP rule", jax.grad(call_empty_op), 1.0),
+        (pickle.PicklingError, "'local'.*in a variable of a module", pickle.dumps, xk.XLACustomKernel("local")),
     ],
-}  # fmt: skip
+    }  # fmt: skip
 
 
-def all_errors():
-    """The rows as parameters of a test, which `-k` finds by backend and by text."""
-    for backend, rows in ERRORS.items():
-        marks = [pytest.mark.needs("warp")] if backend == "warp" else []
-        for kind, text, call, *inputs in rows:
-            name = " ".join(re.findall(r"\w+", text)[:6])
-            yield pytest.param(kind, text, call, inputs, marks=marks, id=f"{backend}: {name}")
+def words_of(value):
+    """Return the first words of a text or a dictionary, as an ID."""
+    return " ".join(re.findall(r"\w+", str(value))[:8])
 
 
-@pytest.mark.parametrize("kind, text, call, inputs", list(all_errors()))
-def test_mistakes_are_refused(kind, text, call, inputs):
+def rows_of_errors():
+    for backend, rows in errors(wrap=RecordedWrap).items():
+        marks = [pytest.mark.needs(backend)] if backend in ("warp", "scipy") else []
+        for kind, text, call, *args in rows:
+            yield pytest.param(kind, text, call, args, marks=marks, id=f"{backend}: {words_of(text)}")
+
+
+@pytest.mark.parametrize("kind, text, call, args", list(rows_of_errors()))
+def test_mistake_raises_error_with_fix(kind, text, call, args):
     pattern = "(?s)" + ".*".join(map(re.escape, text.split(".*")))
     with pytest.raises(kind) as caught:
-        jax.block_until_ready(call(*inputs))
-    first_line = str(caught.value).partition("\n")[0]  # below it may stand what Numba says
+        result = call(*args)
+        jax.block_until_ready(result.build() if isinstance(result, RecordedWrap) else result)
+    first_line = str(caught.value).partition("\n")[0]  # Numba's own message may follow
     assert re.search(pattern, "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
-    assert "'NoneType' object" not in str(caught.value)  # as Numba says from inside
-    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # the process goes on
+    assert "'NoneType' object" not in str(caught.value)  # an internal error of Numba
+    np.testing.assert_array_equal(add_one(F32), F32 + 1)  # later calls work
 
 
 @pytest.mark.parametrize("kernel, outs", [
     (lambda x: np.float32(0.5) * x, FLOATS),
     (lambda x: (0.5 * x).astype(np.float32), FLOATS),
     (lambda x: 0.5 * x, spec(4, dtype=np.float64)),
-], ids=["np.float32(...)", ".astype(np.float32)", "64 bits in outs"])  # fmt: skip
-def test_ways_to_return_numbers_that_python_makes_64_bits(kernel, outs):
-    """Which a message has; those of others are what most kernels of these tests do."""
+], ids=["float32 factor", "astype", "float64 in outs"])  # fmt: skip
+def test_fixes_of_64_bit_results_work(kernel, outs):
+    """Numba computes `0.5 * x` in float64.  The message for this mistake offers these three fixes."""
     with x64():
         np.testing.assert_array_equal(wrap(kernel, outs)(F32), F32 / 2)
 
 
-def test_a_dtype_without_arithmetic_in_numba_is_refused_with_casts_that_can_be_pasted():
+def test_fix_of_unsupported_dtype_works():
+    """The message contains an expression with casts."""
     x = jnp.ones(4, np.float16)
     with pytest.raises(TypeError, match=r"'add_one': input 0 is float16\[4\]") as caught:
         add_one(x)
@@ -1661,36 +1697,34 @@ def test_op_backend_of_another_platform_can_be_lowered_there():
     assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
 
 
-def test_a_callback_that_is_interrupted_before_it_begins_is_an_error():
+def test_callback_interrupted_before_its_start_raises():
+    """If Ctrl-C interrupts ctypes before the Python function starts, ctypes returns to the handler as usual."""
     signature = xk._Signature("kernel", 1, (np.dtype("f4"),) * 2, (1, 1))
     emitter = xk._CallbackEmitter(signature, print)
-    emitter.callback = type(emitter.callback)(lambda words: None)  # as ctypes goes on
+    emitter.callback = type(emitter.callback)(lambda words: None)
     xk._register_with_xla("interrupted", "cpu", xk._compile_handler(signature, emitter))
     call = partial(jax.ffi.ffi_call("interrupted", FLOATS), launch=np.zeros(0, np.int64))
     assert "KeyboardInterrupt (raised in kernel 'kernel')" in error_of(call, F32)
 
 
-def test_threads_that_raise_in_a_loop():
-    """What a call takes (references, the GIL, memory) is given back where its kernel fails, on every thread.
-
-    The text of an error lives until XLA has copied it, also where other threads fail meanwhile.
-    """
-
-    refuse_negative = wrap(
-        kernel_from_body("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])")
-    )
+def test_concurrent_kernel_errors_keep_messages():
+    """XLA copies the message after the handler has returned, while kernels of other threads fail."""
+    kernel = kernel_from_body("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])")
+    call = wrap(kernel)
+    barrier = threading.Barrier(8)
 
     def work(number):
         x = np.full(1, number, np.float32)
+        barrier.wait()
         for _ in range(40):
-            assert refuse_negative(x)[0] == number
-            assert f"('negative element', -{number}.0)" in error_of(refuse_negative, -x)
+            assert call(x)[0] == number
+            assert f"('negative element', -{number}.0)" in error_of(call, -x)
 
     in_threads(work, range(1, 9))
 
 
-def test_a_call_that_fails_gives_its_memory_back():
-    """References: each that a failing call kept would be some ten blocks a call.  jax 0.9 keeps three itself."""
+def test_failed_calls_do_not_leak():
+    """Each leaked reference would be some ten blocks per call.  jax 0.9 itself leaks three per call."""
     call = jax.jit(wrap(kernel_from_body("raise LookupError('no such number')")))
     for _ in range(20):
         error_of(call, F32)
@@ -1703,13 +1737,13 @@ def test_a_call_that_fails_gives_its_memory_back():
 
 
 # ======================================================================================================
-# Numba on CPU, and with it what all wrappers share: the C interface, kernels, inputs, the primitive, the handler
+# Numba kernels on CPUs, and the parts that all wrappers share: captured values, inputs, the primitive, the handler
 
-# -- which kernels are one kernel -----------------------------------------------------------------------
+# -- captured values: which kernels share compiled code -------------------------------------------------
 
 
 def helper(expression, jit=numba.njit, **values):
-    """A function of `a`, with these values as its globals."""
+    """Return a jitted function of `a` with these globals."""
     return jit(kernel_from(f"def helper(a):\n    return {expression}", name="helper", **values))
 
 
@@ -1717,8 +1751,7 @@ def result_of(kernel, x=F32):
     return float(wrap(kernel)(x).ravel()[0])
 
 
-def test_kernels_of_equal_text_differ_in_their_options():
-    """For what they read see test_names_do_not_depend_on_the_order_in_which_kernels_are_made."""
+def test_numba_options_distinguish_kernels_of_equal_code():
     overflows = kernel_from_body("total = 200; out[0] = total")
     for kind, expected in ((numba.int8, -56), (numba.int64, 200)):
         assert result_of(numba.njit(locals={"total": kind})(overflows)) == expected
@@ -1727,29 +1760,28 @@ def test_kernels_of_equal_text_differ_in_their_options():
     assert "ZeroDivisionError" in error_of(wrap(numba.njit(divides)), F32)
 
 
-def test_globals_are_read_when_a_kernel_is_compiled():
-    """Once for each signature, and never again; also by a call of the user's own."""
+def test_globals_are_read_once_per_compiled_signature():
+    """A direct call of a decorated kernel compiles it, too."""
     jitted = numba.njit(kernel_storing("number", number=1))
-    jitted(np.frombuffer(F32.tobytes(), np.float32), F32.copy())  # read-only, as inputs are
+    jitted(np.frombuffer(F32.tobytes(), np.float32), F32.copy())  # read-only like an input
     jitted.py_func.__globals__["number"] = 2
     for _ in range(2):
         assert result_of(jitted) == 1
         jax.clear_caches()
-    assert result_of(jitted, F32.astype(np.int32)) == 2  # a signature of its own
+    assert result_of(jitted, F32.astype(np.int32)) == 2  # another signature
     assert result_of(jitted.py_func) == result_of(numba.njit(jitted.py_func)) == 2
 
 
-def test_a_kernel_sees_a_module_that_is_loaded_again():
-    """As by `importlib.reload(config)`, which assigns its variables anew."""
+def test_reloaded_module_recompiles_kernel():
+    """`importlib.reload(config)` assigns the variables of the module again."""
     config = types.ModuleType("config")
     kernel = kernel_from_body("out[0] = config.K * x[0]", config=config)
     for config.K in (2, 3):
         assert result_of(kernel) == config.K
 
 
-@pytest.mark.parametrize("jit", [identity, numba.njit])
-def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_value(jit):
-    """A tuple, a type or an array; not for each shape."""
+@pytest.mark.parametrize("jit", [identity, numba.njit], ids=["plain", "njit"])
+def test_recompiles_only_when_captured_value_changes(jit):
     twice, table = numba.njit(lambda a: 2 * a), np.array([1.0, 2.5])
 
     def make(factors, kind, table):
@@ -1773,15 +1805,13 @@ def test_a_kernel_that_is_made_again_is_compiled_again_only_if_it_reads_another_
         assert compiled.count("kernel") == count
 
 
-def test_what_is_compiled_is_logged(caplog):
+def test_compilation_is_logged(caplog):
     caplog.set_level("DEBUG", logger=xk.__name__)
     wrap(kernel_from_body("out[0] = x[0] + 0.5"), vmap_method="sequential")(F32)
     assert re.search(r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order", caplog.text)
 
 
-def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
-    """Which is given once."""
-    assert xk._MANY_COMPILATIONS == 50
+def test_repeated_compilation_warns_once(monkeypatch):
     monkeypatch.setattr(xk, "_MANY_COMPILATIONS", 3)
     kernels = [kernel_from_body("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(4)]
     with pytest.warns(UserWarning, match="compiled 3 times.*Create the kernel and its helpers once") as caught:
@@ -1791,9 +1821,9 @@ def test_many_kernels_of_one_def_are_a_warning(monkeypatch):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-@pytest.mark.parametrize("size, step", [(4, 2), (200_000, 1)])
-def test_an_array_that_changes_is_its_own(size, step):
-    """Numba reads large and strided arrays where they are: a kernel over another one must not see this one change."""
+@pytest.mark.parametrize("size, step", [(4, 2), (200_000, 1)], ids=["strided", "large"])
+def test_modified_captured_array_recompiles_kernel(size, step):
+    """Numba does not copy large or strided arrays.  A kernel with an equal array must not see the change."""
     array, equal = np.ones(size)[::step], np.ones(size)[::step]
     assert result_of(kernel_storing("array[0]", array=array)) == 1
     array[:] = 2
@@ -1801,32 +1831,37 @@ def test_an_array_that_changes_is_its_own(size, step):
     assert result_of(kernel_storing("array[0]", array=equal)) == 1
 
 
-OP_OF_THIS_MODULE = xk.XLACustomKernel("of another name")
+def test_constant_set_of_tuples_distinguishes_kernels():
+    """`(a, b) in {(1, 2)}` is a frozenset of tuples in the kernel's code."""
+    kernels = [kernel_storing(f"1 if (x.size, x.ndim) in {{({size}, 1), (9, 9)}} else 0") for size in (4, 5)]
+    assert list(map(result_of, kernels)) == [1, 0]
+
+
+def test_captured_list_may_contain_itself():
+    """The kernel only has an attribute of this name, but the code does not show that."""
+    recursive = [1.0]
+    recursive.append(recursive)
+    assert result_of(kernel_storing("x[0] + x.size", size=recursive)) == 1 + F32.size
+
+
+OP_OF_THIS_MODULE = xk.XLACustomKernel("another name than the variable")
 _also_add_one = wrap(add_one.__wrapped__)
 
 
-@pytest.mark.parametrize("kept", [_also_add_one, OP_OF_THIS_MODULE])
-def test_copies_and_pickles_of_what_has_a_variable_are_the_object(kept):
+@pytest.mark.parametrize("kept", [_also_add_one, OP_OF_THIS_MODULE], ids=["wrapper", "op"])
+def test_copies_and_pickles_of_module_variable_are_identical(kept):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-@pytest.mark.parametrize("make", [
-    lambda: xk.XLACustomKernel("local"), pytest.param(lambda: product(), marks=pytest.mark.needs("warp")),
-], ids=["op", "warp"])  # fmt: skip
-def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
-    with pytest.raises(pickle.PicklingError, match=r"'(local|multiply)'.*in a variable of a module"):
-        pickle.dumps(make())
-
-
-def test_kernels_of_a_module_named_like_builtins_are_pickled_by_reference(monkeypatch):
+def test_module_named_like_builtins_is_pickled_by_reference(monkeypatch):
     module = types.ModuleType("my_builtins")
     module.kernel = wrap(kernel_from_body("out[:] = x"))
     monkeypatch.setitem(sys.modules, "my_builtins", module)
     assert pickle.loads(pickle.dumps(module.kernel)) is module.kernel
 
 
-def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):
-    """Or with one of `__main__`, which another process has not."""
+def test_wrapper_without_module_variable_is_pickled_by_value(monkeypatch):
+    """Another process does not have the variables of `__main__`, so these wrappers are pickled by value, too."""
     divisor = 2
     local = wrap(numba.njit(fastmath=True)(lambda x: x / divisor))
     of_main = wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
@@ -1835,25 +1870,87 @@ def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeyp
         np.testing.assert_array_equal(another_process().submit(kernel, F32).result(), F32 / 2)
 
 
-# -- transformations -----------------------------------------------------------------------------------
-# Of a wrapper; the matrix and the tests of ops have those that need nothing of its primitive.
+# -- transformations of a wrapper -----------------------------------------------------------------------
+# The matrix runs the others, and so do the tests of ops.
 
 P = jax.sharding.PartitionSpec
 
 
-def test_programs_are_exported_with_symbolic_shapes():
+def test_lowered_program_calls_no_python():
+    """The only custom call is the target of the kernel, as opposed to that of a callback."""
+
+    def program(x):
+        return jax.lax.fori_loop(0, 3, lambda _, v: jax.vmap(add_one)(v), x)
+
+    def targets(function):
+        return set(re.findall(r"custom_call_target=\"([^\"]+)", jax.jit(function).lower(ROWS).compile().as_text()))
+
+    assert targets(program) == {target_of(add_one, VECTOR)}
+    assert "python" in str(targets(lambda x: jax.pure_callback(np.sin, x, x)))
+
+
+def test_export_with_symbolic_shape():
     (n,) = export.symbolic_shape("n")
-    triple = wrap(kernel_from_body("out[:] = 3 * x"), name="triple")  # which nothing has traced before
+    triple = wrap(kernel_from_body("out[:] = 3 * x"), name="triple")  # not traced before
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
 
 
-def test_integer_outputs_and_scratch_need_no_derivative():
+def test_integer_outputs_and_scratch_have_zero_tangents():
     sign = wrap(kernel_from_body("out[:] = np.sign(x)", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
     out, tangent = jax.jvp(sign, (F32,), (F32,))
     assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
     np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 1, 1, 1])
+
+
+def test_custom_jvp_of_wrappers():
+    """`sine` and `cosine` are each other's derivatives, so all orders exist, in both modes and under vmap."""
+    sine, cosine = (jax.custom_jvp(wrap(kernel_from_body(f"out[:] = np.{name}(x)"))) for name in ("sin", "cos"))
+    sine.defjvp(lambda primals, tangents: (sine(*primals), cosine(*primals) * tangents[0]))
+    cosine.defjvp(lambda primals, tangents: (cosine(*primals), -sine(*primals) * tangents[0]))
+    x = np.array([0.5, 1.5], np.float32)
+    check_close(jax.jvp(sine, [x], [2 * x]), (np.sin(x), 2 * x * np.cos(x)))
+    check_close(jax.grad(lambda x: sine(x).sum())(x), np.cos(x))
+    check_close(jax.hessian(lambda x: sine(x).sum())(x), np.diag(-np.sin(x)), 1e-5)
+    check_close(jax.vmap(jax.jacfwd(sine))(x[:, None]), np.cos(x)[:, None, None])
+
+
+def test_vmapped_cond_runs_kernel_of_both_branches():
+    call = wrap(kernel_from_body("out[0] = x[0] ** 0.5\n    if x[0] < 0: raise ValueError('negative')"))
+
+    def root_or_zero(x, is_guarded):
+        safe = jnp.where(x > 0, x, 0) if is_guarded else x
+        return jax.lax.cond(x[0] > 0, call, jnp.zeros_like, safe)
+
+    x = np.array([[4], [-1], [9]], np.float32)
+    check_close(root_or_zero(x[1], False), [0])  # without vmap, only one branch runs
+    check_close(jax.jit(jax.vmap(partial(root_or_zero, is_guarded=True)))(x), [[2], [0], [3]])
+    assert "negative" in error_of(jax.vmap(partial(root_or_zero, is_guarded=False)), x)
+
+
+def test_vmapped_while_loop_runs_kernel_for_finished_elements():
+    """The results of finished elements are dropped."""
+
+    def double_until_8(call, x):
+        return jax.lax.while_loop(lambda x: x[0] < 8, call, x)
+
+    double = wrap(lambda x: 2 * x, identity)
+    below_8 = wrap(kernel_from_body("if x[0] >= 8: raise ValueError('finished')\n    out[0] = 2 * x[0]"))
+    x = np.array([[1], [3], [5]], np.float32)
+    check_close([double_until_8(below_8, start) for start in x], [[8], [12], [10]])
+    check_close(jax.jit(jax.vmap(partial(double_until_8, double)))(x), [[8], [12], [10]])
+    assert "finished" in error_of(jax.vmap(partial(double_until_8, below_8)), x)
+
+
+@pytest.mark.parametrize("is_donated", [True, False])
+def test_donated_in_out_argument_is_updated_in_place(is_donated):
+    program = jax.jit(wrap(kernel_from_body("v += 1", "v"), in_out_argnames=["v"]), donate_argnums=(0,) * is_donated)
+    v = jnp.arange(1000.0)
+    address = v.unsafe_buffer_pointer()
+    result = program(v)
+    check_close(result, np.arange(1.0, 1001.0, dtype=np.float32))
+    assert v.is_deleted() == (result.unsafe_buffer_pointer() == address) == is_donated
 
 
 # -- any shape, layout and batch -----------------------------------------------------------------------
@@ -1876,7 +1973,7 @@ def running_sum_in_jax(x, y):
 
 
 def random_nest(rng, rank, dtype):
-    """The operands of a nest of vmaps, and the axes of each vmap, from the innermost out."""
+    """Return operands, and the axes of nested vmaps, innermost first."""
     shapes = {"x": rng.choice([0, 1, 1, 2, 2, 3, 3, 5, 5], rank).tolist(), "y": []}
     nest = []
     for size in rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 3], rng.integers(0, 4)).tolist():
@@ -1889,7 +1986,7 @@ def random_nest(rng, rank, dtype):
 
 
 @pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (4, "int8")])
-def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
+def test_nested_vmap_equals_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
     all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(25)))
 
@@ -1905,39 +2002,38 @@ def test_any_nest_of_vmaps_is_a_loop_over_slices(rank, dtype):
     jax.tree.map(partial(np.testing.assert_array_equal, strict=True), results, expected)
 
 
-pthread_self = numba.types.ExternalFunction("pthread_self", numba.types.uint64())
+@functools.cache
+def slow_kernel():
+    """Return a kernel that takes at least a millisecond, and reports its thread.  A second run changes its result."""
+    functions = {
+        "usleep": numba.types.ExternalFunction("usleep", numba.types.int32(numba.types.uint32)),
+        "pthread_self": numba.types.ExternalFunction("pthread_self", numba.types.uint64()),
+    }
+    # A sleeping thread leaves its core to the others, so that these claim slices on a busy machine, too.
+    return kernel_from_body("usleep(1000); x[0] = 2 * x[0] + 1; thread[0] = pthread_self()", "x, thread", **functions)
 
 
-def spin_on_a_thread(x, thread):
-    """Some 50 µs of work that gives something else if it is done twice; says which thread did it."""
-    total = 0.0
-    for i in range(5000):
-        total += math.sin(x[0] + i)
-    x[0] = total
-    thread[0] = pthread_self()
+def run_slow_batch(**options):
+    """Run a batch of 64 slices, check the results, and return the number of threads that ran them."""
+    outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
+    call = wrap(slow_kernel(), outs, in_out_argnames=["x"], **options)
+    x = np.arange(64.0).reshape(2, 32, 1)
+    with x64(True):
+        results, threads = jax.jit(jax.vmap(jax.vmap(call)))(x)
+    np.testing.assert_array_equal(results, 2 * x + 1)
+    return len(np.unique(threads))
 
 
 @pytest.mark.needs("cores")
-@pytest.mark.parametrize("method", ["sequential_unrolled", None])
-def test_each_slice_runs_once_on_any_thread_unless_in_order(method):
-    outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
-    call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], vmap_method=method)
-    x = np.arange(128.0).reshape(2, 64, 1)
-    with x64(True):
-        in_batches = jax.jit(jax.vmap(jax.vmap(call)))
-        expected = [[call(value)[0] for value in row] for row in x]
-        for _ in range(20 if method else 100):  # a busy machine may leave the caller alone
-            sums, threads = in_batches(x)
-            np.testing.assert_array_equal(sums, expected)
-            on_one_thread = len(np.unique(threads)) == 1
-            if not on_one_thread:
-                break
-    assert on_one_thread == bool(method)
+def test_vmap_slices_parallel_unless_sequential():
+    assert run_slow_batch() > 1
+    assert run_slow_batch(vmap_method="sequential") == 1
+    assert run_slow_batch(vmap_method="sequential_unrolled") == 1
 
 
 @pytest.mark.needs("cores")
 @pytest.mark.parametrize("function", ["PyMem_RawMalloc", "PyThread_allocate_lock"])
-def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(function, monkeypatch):
+def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
     class OutOfMemory(xk._BatchScheduler):
         def call(self, called, *args):
             if isinstance(called, str) and called == function:
@@ -1946,22 +2042,15 @@ def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(fun
 
     scheduler = xk._load_code(OutOfMemory().compile())
     monkeypatch.setattr(xk, "_scheduler_engine", lambda: scheduler)
-    outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
-    call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], name=f"without {function}")
-    x = np.arange(64.0)[:, None]
-    with x64(True):
-        expected = [call(value)[0] for value in x]
-        sums, threads = jax.jit(jax.vmap(call))(x)
-    np.testing.assert_array_equal(sums, expected)
-    assert len(np.unique(threads)) == 1
+    assert run_slow_batch(name=f"without {function}") == 1
 
 
-# -- kernels -------------------------------------------------------------------------------------------
+# -- calling conventions -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")])
-def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, signature):
-    """By which jax.custom_vjp binds arguments, and jax.jit finds those of donate_argnames."""
+def test_wrapper_has_repr_and_signature_of_its_inputs(outs, signature):
+    """jax.custom_vjp binds arguments by the signature, and jax.jit finds those of donate_argnames."""
     assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
     square = wrap(lambda x: x * x, outs)
     assert str(inspect.signature(square)) == signature
@@ -1970,8 +2059,8 @@ def test_wrappers_show_their_kernel_and_the_signature_of_their_inputs(outs, sign
     np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
 
 
-def test_a_wrapper_does_not_have_the_annotations_of_its_kernel():
-    """Runtime type checkers would apply them to the results of a call: a kernel returns None, its wrapper an array."""
+def test_wrapper_drops_annotations_of_its_kernel():
+    """Runtime type checkers would check the results by them: the kernel returns None, and its wrapper an array."""
 
     def kernel(x: np.ndarray, out: np.ndarray) -> None:
         """Add one."""
@@ -2001,10 +2090,11 @@ def add_to_total(x, total):
     return x + total, 2 * (x + total)
 
 
+Pair = collections.namedtuple("Pair", "first second")
 SCALARS, COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
 VECTORS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
 updates_total = kernel_from_body("total += x; out[:] = 2 * total", "x, total, out")
-ONE_LINERS = {  # a function as it is, the same in Python, and two slices of each input
+CONVENTIONS = {  # a wrapper, the same function in Python, and two slices of each input
     "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), VECTORS),
     "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, VECTORS[:, None]),
     "returns a tuple": (wrap(_sum_and_twice, (spec(), (spec(3), spec())), scratch=()), _sum_and_twice, VECTORS),
@@ -2016,6 +2106,26 @@ ONE_LINERS = {  # a function as it is, the same in Python, and two slices of eac
     "a default": (wrap(kernel_from_body("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
+    "aliased by name": (
+        wrap(kernel_from_body("out += x", "x, start, out"), like_first, input_output_aliases={"start": 0}), np.add,
+        VECTORS, VECTORS + 1,
+    ),
+    "scratch": (
+        wrap(kernel_from_body("s[:] = 2 * x; out[:] = s[::-1]", "x, out, s"), scratch=like_first),
+        lambda x: 2 * x[::-1], VECTORS,
+    ),
+    "two scratch buffers": (
+        wrap(kernel_from_body("n[0] += 1; s[:] += n[0] * x; out[:] = s", "x, out, s, n"),
+             scratch=lambda x: (x, spec(1, dtype=np.int32))), like_first, VECTORS,
+    ),
+    "NamedTuple outs": (
+        wrap(kernel_from_body("first[:] = 2 * x; second[()] = x[0]", "x, first, second"), Pair(spec(3), spec())),
+        lambda x: Pair(2 * x, x[0]), VECTORS,
+    ),
+    "NamedTuple returned": (
+        wrap(lambda x: (2 * x, (x[0], x[1])), lambda x: Pair(x, Pair(spec(), spec()))),
+        lambda x: Pair(2 * x, Pair(x[0], x[1])), VECTORS,
+    ),
     "in-out": (
         wrap(updates_total, lambda x, total: (total, x), in_out_argnames=["total"], zero_outputs=True), add_to_total,
         VECTORS, VECTORS + 1,
@@ -2023,10 +2133,9 @@ ONE_LINERS = {  # a function as it is, the same in Python, and two slices of eac
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ONE_LINERS)
-def test_numba_functions_in_one_line(name):
-    """Two slices of all inputs, alone and under vmap."""
-    function, in_python, *inputs = ONE_LINERS[name]
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_calling_convention_alone_and_under_vmap(convention):
+    function, in_python, *inputs = CONVENTIONS[convention]
 
     def of_each_slice(function):
         results = map(function, *inputs)
@@ -2037,9 +2146,9 @@ def test_numba_functions_in_one_line(name):
     check_close(jax.vmap(function)(*inputs), expected, 1e-6)
 
 
-@pytest.mark.parametrize("is_enabled", [False, True])
-def test_results_are_cast_within_a_kind(is_enabled):
-    """As what a kernel stores, with and without x64: Python's numbers have 64 bits in Numba."""
+@pytest.mark.parametrize("is_enabled", [False, True], ids=["32 bits", "x64"])
+def test_returned_values_are_cast_within_a_kind(is_enabled):
+    """Python numbers have 64 bits in Numba."""
 
     def kernel(x):
         return x.argmax(), 0.5 * x, x.size, x[0] > 1
@@ -2052,19 +2161,18 @@ def test_results_are_cast_within_a_kind(is_enabled):
     check_close(results, expected)  # of these dtypes
 
 
-def test_inputs_can_be_given_by_name():
+def test_inputs_can_be_passed_by_name():
     call = wrap(head.__wrapped__, scalars=True)
     np.testing.assert_array_equal(call(F32, alpha=0.5, n=2), [0.5, 0.5, 0, 0])
 
 
 # -- inputs never change, and correct programs run -------------------------------------------------------
-# Two tables of kernels for `x` and `out` of four floats: mistakes, which must raise an error, and correct programs,
-# which must give what NumPy gives.  The kernels are texts, because the checks do not need the source.
+# Tables of kernels for `x` and `out` of four floats.  Mistakes must raise an error, and correct programs match NumPy.
+# The kernels are strings, because the checks analyze compiled code, not source.
 
 ONES_4 = np.ones((4, 4), np.float32)
 FROM_ZERO = np.arange(4, dtype=np.float32)
 FLOATS_1D = numba.types.Array(numba.types.float32, 1, "C")
-Pair = collections.namedtuple("Pair", "first second")
 jitted_add_one = numba.njit(add_one.__wrapped__)
 
 
@@ -2143,15 +2251,15 @@ def vectorized_square(x):
 
 
 def in_namespace(code, parameters="x, out"):
-    """Return the kernel with this body, which can use the functions of this file."""
+    """Return a kernel with this body, which can call the functions of this file."""
     code = "\n    ".join(code.split("\n"))
     namespace = {**globals(), "typed": numba.typed, "prange": numba.prange}
     exec(f"def kernel({parameters}):\n    {code}", namespace)
     return namespace["kernel"]
 
 
-WRITES_TO_INPUT = [  # statements that change the caller's array, or would do so
-    # that Numba's read-only arrays reject
+WRITES_TO_INPUT = [  # statements that would change the caller's array
+    # rejected by Numba's read-only array types:
     "x[0] = 77", "x[:] = 77", "x[...] = 77", "x += 77", "x[1:] += 77", "x.fill(77)", "x.sort()", "np.add(x, 77, x)",
     "x[x > 1] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.T[0] = 77", "x.ravel()[0] = 77", "x[::-1][0] = 77",
     "y = x\ny[0] = 77", "y = np.asarray(x)\ny[0] = 77", "y = x.view(np.int32)\ny[0] = 77",
@@ -2167,7 +2275,7 @@ WRITES_TO_INPUT = [  # statements that change the caller's array, or would do so
     "np.random.shuffle(x)", "store_in_copy(x, False)", "np.put(x, 0, 77)", "y = np.frombuffer(x)\ny[0] = 77",
     "y = np.nan_to_num(x.view(np.int32))\ny[0] = 77", "add_one_to_writable(out, x)", "store_in_writable(x)",
     "np.lib.stride_tricks.as_strided(x, (2,), (4,))[0] = 77", "for i in prange(4):\n    x[i] = 77",
-    # that bypass them
+    # accepted by them:
     "x.flat[0] = 77", "x.flat[:] = 77", "f = x.flat\nf[0] = 77", "x[1:].flat[0] = 77", "x.T.flat[0] = 77",
     "for f in (x.flat, out.flat):\n    f[0] = 77", "[x, x][1].flat[0] = 77", "(x, 1)[0].flat[0] = 77",
     "for p in views_of(x):\n    p.flat[0] = 77", "Pair(x, out).first.flat[0] = 77", "store_in(x)",
@@ -2183,15 +2291,15 @@ WRITES_TO_INPUT = [  # statements that change the caller's array, or would do so
     "l = typed.List.empty_list(FLOATS_1D)\nl.append(x)\nl.copy()[0][0] = 77", "d = {0: out}\nd[1] = x\nd[1][0] = 77",
     "d = {0: out, 1: x}\nd[1][0] = 77", "d = {0: out}\nd.setdefault(1, x)[0] = 77",
     "d = typed.Dict.empty(numba.int64, FLOATS_1D)\nd[0] = x\nd[0][0] = 77",
-    # that Numba 0.68 does not support
+    # not supported by Numba 0.68:
     "np.copyto(x, out)", "np.add.at(x, 0, 77)", "np.place(x, x > 0, out)", "memoryview(x)[0] = 77",
     "np.put(x, [0], [77])",
 ]  # fmt: skip
 UNSUPPORTED_WRITES = ("np.copyto", "np.add.at", "np.place", "memoryview", "np.put", "x.flat[:]", "np.lib")
 
 
-@pytest.mark.parametrize("code", WRITES_TO_INPUT)
-def test_a_kernel_that_writes_to_an_input_raises(code):
+@pytest.mark.parametrize("code", WRITES_TO_INPUT, ids=words_of)
+def test_write_to_input_raises(code):
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
     kernel = in_namespace(f"{code}\nout[:] = x")
     text = "" if code.startswith(UNSUPPORTED_WRITES) else r"(?s)[Ii]nputs are read-only.*in_out_argnames"
@@ -2210,7 +2318,7 @@ def test_a_gufunc_that_writes_to_its_input_raises():
         wrap(gu_store_both)(F32)
 
 
-CORRECT = [  # (body, what it stores to `out`; None if Python gives that, too)
+CORRECT = [  # (body, the result; None if plain Python computes it from the body)
     ("out[:] = 2 * x", None), ("out[...] = x[::-1]", None), ("for i in range(x.size):\n    out[i] = x[i] + 1", None),
     ("i = 0\nwhile i < x.size:\n    out[i] = x[i]\n    i += 1", None), ("np.add(x, x, out)", None),
     ("for i, v in enumerate(x):\n    out[i] = v", None), ("for i in np.ndindex(x.shape):\n    out[i] = x[i]", None),
@@ -2278,8 +2386,8 @@ CORRECT = [  # (body, what it stores to `out`; None if Python gives that, too)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("code, expected", CORRECT)
-def test_a_correct_kernel_gives_what_numpy_gives(code, expected):
+@pytest.mark.parametrize("code, expected", CORRECT, ids=words_of)
+def test_correct_kernel_matches_numpy(code, expected):
     x = np.array([3.0, 1.0, 4.0, 2.0], np.float32)
     kernel = in_namespace(code)
     if expected is None:
@@ -2292,16 +2400,16 @@ def test_a_correct_kernel_gives_what_numpy_gives(code, expected):
     np.testing.assert_allclose(jax.vmap(call)(np.stack([x, x])), [reference] * 2, rtol=1e-6)
 
 
-CORRECT_RETURNS = [  # (parameters, expression or body, whether x64 is enabled)
+CORRECT_RETURNS = [  # (parameters, returned expression)
     ("x", "2 * x"), ("x", "x"), ("x", "x[::-1]"), ("x", "np.cumsum(x)"), ("x", "square(x)"), ("x", "np.sort(x)"),
     ("x, y", "np.where(x > y, x, y)"), ("x, y", "x if x[0] > y[0] else y"), ("x, n", "x * n"),
     ("x", "(x + 1).astype(np.float32)"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_x64", [False, True])
-@pytest.mark.parametrize("parameters, expression", CORRECT_RETURNS)
-def test_a_correct_kernel_returns_what_numpy_returns(parameters, expression, is_x64):
+@pytest.mark.parametrize("is_x64", [False, True], ids=["32 bits", "x64"])
+@pytest.mark.parametrize("parameters, expression", CORRECT_RETURNS, ids=words_of)
+def test_returned_expression_matches_numpy(parameters, expression, is_x64):
     kernel = in_namespace(f"return {expression}", parameters)
     with jax.enable_x64(is_x64):
         x = jnp.array([3.0, 1.0, 4.0, 2.0])
@@ -2310,7 +2418,7 @@ def test_a_correct_kernel_returns_what_numpy_returns(parameters, expression, is_
         np.testing.assert_allclose(wrap(kernel, lambda x, *_: x)(x, *others), reference, rtol=1e-6)
 
 
-NEVER_STORES = [  # (parameters, body, what to write instead, other options)
+NEVER_STORES = [  # (parameters, body, the fix in the message, options)
     ("x, out", "out = x + 1", "`out[:] = ...`", {}), ("x, out", "pass", "`out[:] = ...`", {}),
     ("x, out", "for i in range(x.size):\n    y = x[i] + out[i]", "`out[:] = ...`", {}),
     ("x, out", "if out.size > 100:\n    y = out[0]\nout = np.sin(x)", "`out[:] = ...`", {}),
@@ -2322,9 +2430,9 @@ NEVER_STORES = [  # (parameters, body, what to write instead, other options)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("parameters, code, fix, options", NEVER_STORES)
-def test_an_output_that_is_never_stored_to_raises(parameters, code, fix, options, parallel):
+@pytest.mark.parametrize("parallel", [False, True], ids=["serial", "parallel"])
+@pytest.mark.parametrize("parameters, code, fix, options", NEVER_STORES, ids=words_of)
+def test_output_never_stored_to_raises(parameters, code, fix, options, parallel):
     kernel = numba.njit(parallel=parallel)(in_namespace(code, parameters))
     inputs = [F32, F32] if "v" in parameters else [F32]
     pattern = "(?s)never stores to.*" + ".*".join(map(re.escape, fix.split(".*")))
@@ -2346,101 +2454,69 @@ def jitted_keep(v):
     v[0] = v[0]
 
 
-@pytest.mark.parametrize("code", STORES_OLD_VALUES)
-def test_a_kernel_may_store_the_old_values(code):
+@pytest.mark.parametrize("code", STORES_OLD_VALUES, ids=words_of)
+def test_kernel_may_store_old_values(code):
     call = wrap(in_namespace(code, "v"), in_out_argnames=["v"])
     np.testing.assert_array_equal(call(FROM_ZERO), FROM_ZERO)
 
 
-def test_a_kernel_that_always_raises_may_leave_its_outputs():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="NotImplementedError: later"):
-        wrap(kernel_from_body("raise NotImplementedError('later')"))(F32).block_until_ready()
-
-
 @pytest.mark.filterwarnings("ignore:Could not find source")
 @pytest.mark.parametrize(
-    "options", [{"debug": True}, {"boundscheck": True}, {"fastmath": True}, {"error_model": "numpy"}]
+    "option", [{"debug": True}, {"boundscheck": True}, {"fastmath": True}, {"error_model": "numpy"}], ids=words_of
 )
 @pytest.mark.parametrize("code, is_correct", [
     ("x.flat[0] = 77\nout[:] = x", False), ("add_one_to_writable(x, out)", True), ("store_in_writable(x)", False),
     ("w = np.ascontiguousarray(x)\nout[:] = w + 1", True), ("out = x + 1", False),
-])  # fmt: skip
-def test_options_of_numba_do_not_change_the_answer(code, is_correct, options):
-    call = wrap(numba.njit(**options)(in_namespace(code)))
+], ids=words_of)  # fmt: skip
+def test_numba_options_do_not_change_checks(code, is_correct, option):
+    call = wrap(numba.njit(**option)(in_namespace(code)))
     with contextlib.nullcontext() if is_correct else pytest.raises(TypeError):
         jax.eval_shape(call, F32)
 
 
-CACHED_KERNELS = """
-import numba, numpy as np
-@numba.njit(cache=True)
-def by_flat(x, out):
-    x.flat[0] = 77
-    out[:] = x
-@numba.njit(cache=True)
-def store_in(array):
-    np.fill_diagonal(array.reshape((2, 2)), 77)
-@numba.njit(cache=True)
-def in_a_helper(x, out):
-    store_in(x)
-    out[:] = x
-@numba.njit(cache=True)
-def in_a_dict(x, out):
-    d = {0: out}
-    d[1] = x
-    d[1][0] = 77
-@numba.njit(cache=True)
-def never_stores(x, out):
-    out = x + 1
-@numba.njit(cache=True)
-def fills_a_copy(x, out):
-    copy = x.copy().reshape((2, 2))
-    np.fill_diagonal(copy, 0)
-    out[:] = copy.ravel()
-@numba.njit(cache=True)
-def product(x, out):
-    np.dot(x.reshape((2, 2)), x[:2], out[:2])
-@numba.njit(cache=True)
-def plain(x, out):
-    if x[0] > 100:
-        raise ValueError
-    out[:] = [v for v in (x, x)][0]
-"""
-RUN_CACHED = """
-import cached_kernels as k, jax.numpy as jnp, numba, xla_kernels as xk, warnings
-for name in ["by_flat", "in_a_helper", "in_a_dict", "never_stores", "fills_a_copy", "product", "plain"]:
-    kernel = getattr(k, name)
-    x = jnp.array([3.0, 1.0, 4.0, 2.0])
-    try:
-        answer = xk.numba_kernel(kernel, lambda x: x)(x).tolist()
-    except TypeError as error:
-        answer = str(error).partition("\\n")[0]
-    print(name, answer, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0)
-"""
+CACHED_KERNELS = {  # bodies of kernels that Numba caches, and a part of the error message or the result
+    "x.flat[0] = 77": "in_out_argnames",
+    "fill_helper(x)": "in_out_argnames",
+    "d = {0: out}; d[1] = x; d[1][0] = 77": "in_out_argnames",
+    "out = x + 1": "never stores",
+    "y = x.copy().reshape((2, 2)); np.fill_diagonal(y, 0); out[:] = y.ravel()": "[0.0, 1.0, 4.0, 0.0]",
+    "np.dot(x.reshape((2, 2)), x[:2], out[:2])": "[10.0, 14.0, 0.0, 0.0]",
+    "out[:] = [v for v in (x, x)][0]": "[3.0, 1.0, 4.0, 2.0]",
+}
 
 
-def test_kernels_from_numbas_cache_get_the_same_answer(tmp_path):
-    (tmp_path / "cached_kernels.py").write_text(CACHED_KERNELS)
-    paths = os.pathsep.join([str(tmp_path), os.path.dirname(xk.__file__)])
-    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    answers = []
-    for _ in range(2):
-        run = subprocess.run([sys.executable, "-c", RUN_CACHED], capture_output=True, text=True, env=environment)
-        assert run.returncode == 0, run.stderr
-        answers.append(run.stdout.splitlines())
-    assert [line.removesuffix(" False") for line in answers[0]] == [line.removesuffix(" True") for line in answers[1]]
-    found = "\n".join(answers[1])
-    expected = {
-        "by_flat": "in_out_argnames", "in_a_helper": "in_out_argnames", "in_a_dict": "in_out_argnames",
-        "never_stores": "never stores", "fills_a_copy": "[0.0, 1.0, 4.0, 0.0]", "product": "[10.0, 14.0, 0.0, 0.0]",
-        "plain": "[3.0, 1.0, 4.0, 2.0]",
-    }  # fmt: skip
-    for name, text in expected.items():
-        assert re.search(rf"^{name} .*{re.escape(text)}.* \[3.0, 1.0, 4.0, 2.0\] True$", found, re.M), found
+def print_results_of_cached_kernels(names):
+    """Print as JSON, for each kernel, the result or the message, the input, and whether the cache had the code."""
+    import cached_kernels
+
+    report = []
+    for name in names:
+        kernel = getattr(cached_kernels, name)
+        x = jnp.array([3.0, 1.0, 4.0, 2.0])
+        try:
+            result = str(xk.numba_kernel(kernel, lambda x: x)(x).tolist())
+        except TypeError as error:
+            result = str(error).partition("\n")[0]
+        report.append([result, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0])
+    print(json.dumps(report))
 
 
-def test_results_are_not_zeroed():
-    """Each element of a result is stored, so the handler need not zero it first."""
+def test_checks_are_the_same_for_kernels_from_numbas_cache(tmp_path):
+    bodies = {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
+    bodies["fill_helper(a)"] = "np.fill_diagonal(a.reshape((2, 2)), 77)"
+    kernels = [f"@numba.njit(cache=True)\ndef {name}:\n    {body}\n" for name, body in bodies.items()]
+    (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(reversed(kernels)))
+    imports = f"import json, sys, jax.numpy as jnp, xla_kernels as xk\nsys.path.append({str(tmp_path)!r})\n"
+    call = f"\nprint_results_of_cached_kernels({[f'kernel_{i}' for i in range(len(CACHED_KERNELS))]})"
+    program = imports + inspect.getsource(print_results_of_cached_kernels) + call
+    for is_cached in (False, True):
+        report = json.loads(run_python("-c", program, NUMBA_CACHE_DIR=str(tmp_path / "cache")))
+        for (body, expected), (result, x, was_cached) in zip(CACHED_KERNELS.items(), report, strict=True):
+            assert expected in result and (x, was_cached) == ([3.0, 1.0, 4.0, 2.0], is_cached), (body, report)
+
+
+def test_returned_outputs_are_not_zeroed():
+    """The handler stores each element of a returned output, so zeros would cost time only."""
     zeroed = []
     compile_handler = xk._compile_handler
     with pytest.MonkeyPatch.context() as patch:
@@ -2451,32 +2527,30 @@ def test_results_are_not_zeroed():
     assert zeroed == [(), (), (0,)]
 
 
-LARGE = spec(100_000)  # XLA keeps some bytes for itself
+LARGE = spec(100_000)
 
 
-def test_no_input_is_copied():
-    """Not even by a kernel, or a helper, that is compiled for writable arrays alone, nor where slices share it."""
-    for_writable = numba.njit("void(f4[::1],f4[::1])")
-    add = for_writable(add_one.__wrapped__)
-    without_source = for_writable(kernel_from_body("out[:] = x + 1"))
+def test_inputs_are_not_copied():
+    """This includes kernels and helpers with a signature of writable arrays, and unbatched inputs of a batch."""
+    without_source = numba.njit("void(f4[::1],f4[::1])")(kernel_from_body("out[:] = x + 1"))
 
     def calls_add(x, out):
-        add(x, out)
+        add_one_to_writable(x, out)
 
     shared = jax.vmap(wrap(kernel_from_body("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
     for kernel, *specs in ((wrap(without_source), LARGE), (wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)):
         results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
         np.testing.assert_array_equal(results, np.full(results.shape, 2))
-        assert 0 <= copied_bytes(jax.jit(kernel), *specs) < 1000
+        assert 0 <= copied_bytes(jax.jit(kernel), *specs) < 1000  # XLA itself uses some bytes
 
 
 # -- new outputs start from zeros ------------------------------------------------------------------------
 
 
 def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1, dirty=7.0):
-    """Call a wrapper's target so that the memory of each output holds `dirty` when the handler starts.
+    """Call the target of a wrapper so that the memory of each output holds `dirty` when the handler starts.
 
-    The kernel has an unused input for each output, and then the inputs `operands`.  XLA aliases the outputs to the
+    The kernel has an unused input for each output, followed by the inputs `operands`.  XLA aliases the outputs to the
     unused inputs, although the kernel's signature has no aliases.
     """
     unused = [jnp.full_like(operands[0], dirty)] * n_outs
@@ -2487,7 +2561,7 @@ def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1, dirty=7.0):
     return [np.asarray(out) for out in jax.jit(call)(*unused, *operands)]
 
 
-READS_OUTPUT = {  # bodies of kernels that read outputs before they store to them, or store to some elements only
+READS_OUTPUT = {  # kernels that read outputs before they store to them, or store to some elements only
     "conditional store": "for i in range(x.size):\n        if x[i] > 0: out[i] = x[i]",
     "split read-modify-write": "for i in range(x.size):\n        t = out[i]\n        t += x[i]\n        out[i] = t",
     "running maximum": "for i in range(x.size):\n        t = out[0]\n        if t < x[i]: out[0] = x[i]",
@@ -2497,24 +2571,24 @@ READS_OUTPUT = {  # bodies of kernels that read outputs before they store to the
 DIRTY_BATCHES = {  # batch dimensions, size of a slice, options
     "no batch": ((), 5, {}),
     "one slice": ((1,), 5, {}),
-    "an empty batch": ((2, 0), 5, {}),
+    "empty batch": ((2, 0), 5, {}),
     "empty slices": ((3,), 0, {}),
     "nested": ((3, 4), 5, {}),
-    "a serial loop": ((1000,), 16, {}),
+    "many short slices": ((1000,), 16, {}),
     "several threads": ((64,), 3000, {}),
-    "in order": ((7,), 5, {"vmap_method": "sequential"}),
-    "in order, two slices in a zeroed block": ((3,), 20_000, {"vmap_method": "sequential"}),
-    "in order, a slice larger than a zeroed block": ((3,), 40_000, {"vmap_method": "sequential"}),
+    "sequential": ((7,), 5, {"vmap_method": "sequential"}),
+    "sequential, two slices in a zeroed block": ((3,), 20_000, {"vmap_method": "sequential"}),
+    "sequential, slice larger than a zeroed block": ((3,), 40_000, {"vmap_method": "sequential"}),
 }
 
 
-@pytest.mark.parametrize("way", DIRTY_BATCHES)
+@pytest.mark.parametrize("batch", DIRTY_BATCHES)
 @pytest.mark.parametrize("body", READS_OUTPUT)
-def test_outputs_start_from_zeros_in_each_slice(body, way):
-    batch, size, options = DIRTY_BATCHES[way]
-    if not size and "[0]" in READS_OUTPUT[body]:
-        pytest.skip("the kernel needs an element")
-    kernel = kernel_from_body(READS_OUTPUT[body], "unused, x, out")
+def test_outputs_start_from_zeros_in_each_slice(body, batch):
+    code, (batch, size, options) = READS_OUTPUT[body], DIRTY_BATCHES[batch]
+    if not size:
+        code = code.replace("[0]", "[:1]")  # an empty slice has no element
+    kernel = kernel_from_body(code, "unused, x, out")
     wrapper = wrap(kernel, like_first, **options)
     x = np.random.default_rng(0).normal(size=(*batch, size)).astype(np.float32)
     expected = np.zeros_like(x)
@@ -2525,7 +2599,7 @@ def test_outputs_start_from_zeros_in_each_slice(body, way):
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
-def test_zero_outputs_false_leaves_the_memory_of_outputs_alone(batch):
+def test_zero_outputs_false_leaves_outputs_uninitialized(batch):
     kernel = kernel_from_body("out[0] = x[0]", "unused, x, out")
     x = np.ones((*batch, 3), np.float32)
     for zero_outputs, rest in ((None, 0), (True, 0), (False, 7)):
@@ -2547,7 +2621,7 @@ def test_scratch_and_0d_outputs_start_from_zeros(batch):
 
 
 @pytest.mark.parametrize("batch", [(), (40,)])
-def test_an_aliased_output_beside_a_new_one_is_not_zeroed(batch):
+def test_aliased_output_beside_new_output_is_not_zeroed(batch):
     kernel = kernel_from_body("total += x\n    out += total", "total, x, out")
     wrapper = wrap(kernel, lambda total, x: (total, x), in_out_argnames=["total"])
     totals = np.full((*batch, 3), 5, np.float32)
@@ -2557,18 +2631,18 @@ def test_an_aliased_output_beside_a_new_one_is_not_zeroed(batch):
     assert (totals == 5).all()
 
 
-def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
+def test_zero_outputs_distinguishes_targets():
     kernel = numba.njit(kernel_from_body("out[0] = x[0]"))
     names = {target_of(wrap(kernel, zero_outputs=zero_outputs), F32) for zero_outputs in (True, False)}
-    assert len({name.split(".")[-1] for name in names}) == 2  # the hashes, without a number behind them
+    assert len({name.split(".")[-1] for name in names}) == 2  # the hashes, without the numbers that follow
 
 
-# -- aliases, scratch, effects -------------------------------------------------------------------------
+# -- aliases and scratch buffers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_aliased_output_initialized_without_xla_alias(batch):
-    """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
+    """For XLA an alias is a hint, which fusions of slices on GPUs lose.  This program has no alias."""
     accumulate = wrap(kernel_from_body("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
@@ -2576,7 +2650,7 @@ def test_aliased_output_initialized_without_xla_alias(batch):
     assert (acc == 10).all()
 
 
-def test_a_call_without_outputs_runs_each_slice_if_the_last_input_is_unbatched():
+def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
     kernel = kernel_from_body("if x[0] == last[0]: raise ValueError('found')", "x, last")
     call = jax.jit(jax.vmap(wrap(kernel, (), has_side_effect=True), in_axes=(0, None)))
     x = jnp.arange(5.0)[:, None]
@@ -2585,19 +2659,13 @@ def test_a_call_without_outputs_runs_each_slice_if_the_last_input_is_unbatched()
     assert "found" in error_of(call, x, jnp.full(1, 4.0))
 
 
-def test_python_cannot_branch_on_a_value_of_the_generated_code():
+def test_python_branch_on_generated_value_raises():
     with pytest.raises(TypeError, match="only when the generated code runs"):
         bool(xk._IRBuilder().constant(1))
 
 
-def test_a_long_error_message_is_visibly_cut():
-    address = xk._store_error_message(ValueError("x" * 20_000), "kernel")
-    text = ctypes.string_at(address).decode()
-    assert len(text) < 11_000 and text.endswith("x [...] (raised in kernel 'kernel')")
-
-
-def test_scratch_is_no_result():
-    """Nor is it looked at by jax_debug_nans."""
+def test_scratch_is_not_a_result():
+    """Otherwise, jax_debug_nans would check it."""
     x = np.ones((2, 3), np.float32)
     call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
@@ -2606,15 +2674,15 @@ def test_scratch_is_no_result():
         assert len(equation.outvars) == 1
 
 
-# -- state that kernels change in place ----------------------------------------------------------------
+# -- in-place updates, side effects and loops -----------------------------------------------------------
 
 
-def set_before(k, v):
+def store_before_update(k, v):
     return jax.lax.fori_loop(0, 9, lambda i, v: k(v.at[i].set(2), i), v)
 
 
-def read_before(k, v):
-    """As README says."""
+def read_before_update(k, v):
+    """Order the read before the update by a barrier."""
 
     def step(i, state):
         v, total = state
@@ -2639,43 +2707,52 @@ def add_1_in_op(v, i):
 
 
 def copies_of_state(function):
-    """How often a program copies all of a state of this size: in loops, and elsewhere."""
+    """Return how often a program copies the whole state, in loops and elsewhere."""
     loops, entry = jax.jit(function).lower(LARGE).compile().as_text().split("\nENTRY ")
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (loops, entry)]
 
 
-@pytest.mark.parametrize("program, k", [(set_before, add_1_at), (set_before, add_1_in_op), (read_before, add_1_at)])
-def test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is(program, k):
-    """Programs of a state `v` and of `k(v, i)`, which adds 1 to v[i]."""
-    by_kernel, by_jax = partial(program, k), partial(program, lambda v, i: v.at[i].add(1))
-    check_close(by_kernel(jnp.arange(100.0)), by_jax(jnp.arange(100.0)))
-    if jax.__version_info__ < (0, 11, 2):
-        pytest.skip("XLA drops the barrier before it looks for copies")
-    in_loops, elsewhere = copies_of_state(by_kernel)
-    assert in_loops == 0 and elsewhere <= copies_of_state(by_jax)[1]
+# Programs of a state `v`, and functions `k(v, i)` that add 1 to v[i] in place.
+UPDATES = [(store_before_update, add_1_at), (store_before_update, add_1_in_op), (read_before_update, add_1_at)]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_side_effect_keeps_unused_and_equal_calls(kept):
-    call = wrap(has_side_effect=kept)
+def update_in_jax(v, i):
+    return v.at[i].add(1)
+
+
+@pytest.mark.parametrize("program, k", UPDATES, ids=["wrapper", "op", "read before update"])
+def test_inplace_update_in_loop_matches_jax(program, k):
+    check_close(program(k, jnp.arange(100.0)), program(update_in_jax, jnp.arange(100.0)))
+
+
+@pytest.mark.needs("jax 0.11.2")
+@pytest.mark.parametrize("program, k", UPDATES, ids=["wrapper", "op", "read before update"])
+def test_inplace_update_adds_no_copy_in_loop(program, k):
+    in_loops, elsewhere = copies_of_state(partial(program, k))
+    assert in_loops == 0 and elsewhere <= copies_of_state(partial(program, update_in_jax))[1]
+
+
+@pytest.mark.parametrize("has_side_effect", [True, False])
+def test_side_effect_keeps_unused_and_equal_calls(has_side_effect):
+    call = wrap(has_side_effect=has_side_effect)
 
     def twice_in_a_scan(x):
         return jax.lax.scan(lambda carry, _: (2 * carry, (call(carry), call(carry))), x, None, length=3)[0]
 
     program = jax.jit(twice_in_a_scan).lower(FLOATS).compile()
-    assert program.as_text().count("custom-call(") == (2 if kept else 0)
+    assert program.as_text().count("custom-call(") == (2 if has_side_effect else 0)
     np.testing.assert_array_equal(program(F32), 8 * F32)
 
 
-def test_a_loop_whose_whole_state_is_what_a_kernel_gives():
-    """XLA alone moves such a call out of the loop, which then never ends."""
+def test_while_loop_kernel_not_hoisted():
+    """If all of a loop's state is the result of a call, XLA moves this call out of the loop, which then never ends."""
     next_state = kernel_from_body("new_v[()] = 0.5 * v; new_n[()] = n + 1", "v, n, new_v, new_n")
     kernel = jax.vmap(wrap(next_state, lambda v, n: (v, n)))
-    asked = []
+    checks = []
 
     def goes_on(n):
-        asked.append(n)
-        return np.bool_(n.max() < 10 and len(asked) < 50)
+        checks.append(n)
+        return np.bool_(n.max() < 10 and len(checks) < 50)
 
     def condition(state):
         return jax.pure_callback(goes_on, spec(dtype=bool), state[1])
@@ -2685,18 +2762,23 @@ def test_a_loop_whose_whole_state_is_what_a_kernel_gives():
     np.testing.assert_array_equal(n, [10, 10, 10, 10])
 
 
-# -- many threads, and what is registered --------------------------------------------------------------
+# -- registered targets: threads, lifetimes, copies of the library --------------------------------------
 
 
-def test_threads_that_wrap_one_function_get_one_kernel():
-    """With a name, which no two kernels can have."""
-    wrappers = [wrap(jitted_add_one, name="wrapped_by_threads") for _ in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda call: call(F32)[0], wrappers)) == [2, 2, 2]
+def test_concurrent_wrappers_of_one_kernel_share_a_target():
+    """Two targets cannot have one name, so a second registration would raise an error."""
+    barrier = threading.Barrier(3)
+
+    def work(_):
+        call = wrap(jitted_add_one, name="wrapped_by_threads")
+        barrier.wait()
+        np.testing.assert_array_equal(call(F32), F32 + 1)
+
+    in_threads(work, range(3))
 
 
-def test_a_collected_wrapper_leaves_its_kernel():
-    """XLA keeps raw pointers to what was registered."""
+def test_collected_wrapper_leaves_its_handler():
+    """XLA keeps raw pointers to registered handlers."""
     wrapper = wrap(kernel_storing("x[0] + 0.5"))
     program = jax.jit(wrapper).lower(F32).compile()
     reference = weakref.ref(wrapper)
@@ -2707,8 +2789,8 @@ def test_a_collected_wrapper_leaves_its_kernel():
     assert program(F32)[0] == 1.5
 
 
-def test_copies_of_this_file_in_a_process():
-    """One that is vendored under another name, and one that replaces this module."""
+def test_copies_of_library_work_in_one_process():
+    """One copy is vendored under another name, and another one replaces this module."""
     modules = [xk]
     for name in ("package.vendored", "xla_kernels"):
         found = importlib.util.spec_from_file_location(name, xk.__file__)
@@ -2721,38 +2803,34 @@ def test_copies_of_this_file_in_a_process():
     np.testing.assert_array_equal(jax.jit(lambda x: third(second(first(x))))(F32), F32 + 3)
 
 
-# -- names, in this process and in others -------------------------------------------------------------
+# -- target names in several processes -----------------------------------------------------------------
 
 
-def load_beside_another(program):
-    """In a process that has another kernel of this name."""
+def load_beside_other_kernel(program):
+    """Load an exported program in a process that has another kernel of the same name."""
     assert wrap(kernel_from_body("for i in range(x.size): out[i] = x[i] + 2"), name="mine")(F32)[0] == 3
     return np.asarray(load_exported(program)(F32))
 
 
 def closures(expression, values):
-    """Kernels that one `def` makes: for each value `v` one whose result is the expression."""
+    """Return the kernels that one `def` creates, one for each value of `v` in the expression."""
     source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
     return list(map(kernel_from(source, name="make"), values))
 
 
 def executables(step):
-    """Of kernels that differ in what they read or call, or in their options, made in this order."""
+    """Compile kernels that differ in captured values, helpers or options.  `step` of -1 reverses their order."""
     rows = np.arange(4).reshape(2, 2)
     helpers = [helper("a + n", n=6), helper("a + n", n=7), helper("a + 9", numba.vectorize)]
-    kernels = closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)])
-    kernels += closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)])
-    kernels += closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T])
-    kernels += closures("v(x[0])", [math.sin, math.cos, *helpers])
-    kernels += [
-        kernel_storing("np.sinh(x[0])"),
-        kernel_storing("np.cosh(x[0])"),
-        kernel_storing("x[0] + 40"),
-        kernel_storing("x[0] + 50"),
+    options_with_set = {"fastmath": {"nnan", "nsz", "arcp", "contract"}}  # the order of a set depends on the process
+    kernels = [
+        *closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
+        *closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)]),
+        *closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T]),
+        *closures("v(x[0])", [math.sin, math.cos, *helpers]),
+        *map(kernel_storing, ["np.sinh(x[0])", "np.cosh(x[0])", "x[0] + 40", "x[0] + 50"]),
+        numba.njit(**options_with_set)(kernel_storing("x[0] / 7")),
     ]
-    kernels.append(
-        numba.njit(fastmath={"nnan", "nsz", "arcp", "contract"})(kernel_storing("x[0] / 7"))
-    )  # a set has no order
     return [jax.jit(wrap(kernel, spec(1))).lower(FLOATS).compile() for kernel in kernels[::step]]
 
 
@@ -2763,71 +2841,62 @@ def load_executables(serialized):
 
 
 @pytest.mark.processes
-def test_names_do_not_depend_on_the_order_in_which_kernels_are_made():
-    """So that serialized executables of another process find the kernels of this one."""
-    made = executables(1)
-    here = np.concatenate([program(F32) for program in made])
-    assert len(set(here)) == len(here)  # so each finds its own
-    loaded = another_process().submit(load_executables, list(map(serialize_executable.serialize, made))).result()
+def test_target_names_do_not_depend_on_creation_order():
+    """Serialized executables of another process find the kernels of this process by their names."""
+    compiled = executables(1)
+    here = np.concatenate([program(F32) for program in compiled])
+    assert len(set(here)) == len(here)  # a wrong kernel would change a result
+    loaded = another_process().submit(load_executables, list(map(serialize_executable.serialize, compiled))).result()
     np.testing.assert_array_equal(np.concatenate(loaded), here)
 
 
-def test_a_kernel_of_the_users_name_is_found_in_another_process():
+def test_exported_kernel_is_found_by_name_in_another_process():
     mine = wrap(name="mine")
-    elsewhere = another_process().submit(load_beside_another, export_call(mine, FLOATS))
+    elsewhere = another_process().submit(load_beside_other_kernel, export_call(mine, FLOATS))
     np.testing.assert_array_equal(elsewhere.result(), 3 * F32)
-    for dtype in (np.float32, np.int32):  # one kernel of each signature
+    for dtype in (np.float32, np.int32):  # one kernel for each signature
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
 
 
-def test_a_kernel_that_does_not_compile_takes_no_name_and_can_be_mended():
-    """As in a notebook, where it is run again after what it reads is defined, or with another text."""
+def test_failed_compile_releases_name():
+    """In a notebook, the cell runs again after the missing global is defined or the kernel is corrected."""
     kernel = kernel_storing("late")
     call = wrap(kernel)
-    for failing in (call, wrap(kernel, name="mended")):
+    for failing in (call, wrap(kernel, name="corrected")):
         with pytest.raises(TypeError, match="cannot compile"):
             failing(F32)
     kernel.__globals__["late"] = 5
     assert call(F32)[0] == 5
-    assert wrap(name="mended")(F32)[0] == 2
+    assert wrap(name="corrected")(F32)[0] == 2
 
 
-def named_warp_kernel(n):
+def numba_kernel_adding(n):
+    return wrap(kernel_storing(f"x[0] + {n}"), name="registered later")
+
+
+def warp_kernel_adding(n):
     kernel = kernels_from({"kernel": ("x: floats, out: floats", f"out[i] = x[i] + {n}.0")})["kernel"]
     return xk.warp_kernel(kernel, like_first, name="registered later by Warp")
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: wrap(kernel_storing(f"x[0] + {n}"), name="registered later"),
-        pytest.param(named_warp_kernel, marks=pytest.mark.needs("warp")),
-    ],
-    ids=["numba", "warp"],
+    "make", [numba_kernel_adding, pytest.param(warp_kernel_adding, marks=pytest.mark.needs("warp"))]
 )
-def test_a_kernel_that_cannot_be_registered_takes_no_name(make, monkeypatch):
-    """So that another attempt, or another kernel, can have it."""
-
+def test_failed_registration_releases_name(make, monkeypatch):
     def register(*args, **options):
-        raise RuntimeError("XLA refuses the handler")
+        raise RuntimeError("XLA rejects the handler")
 
     first = make(1)
     with monkeypatch.context() as patch:
         patch.setattr(jax.ffi, "register_ffi_target", register)
-        with pytest.raises(RuntimeError, match="XLA refuses the handler"):
+        with pytest.raises(RuntimeError, match="XLA rejects the handler"):
             first(F32)
     assert make(2)(F32)[0] == 3
     with pytest.raises(ValueError, match=r"registered later.*is in use"):
         first(F32)
 
 
-def test_a_name_in_use_is_reported_before_the_kernel_is_compiled():
-    wrap(name="in use before compiling")(F32)
-    with pytest.raises(ValueError, match="'in use before compiling' is in use"):
-        wrap(kernel_storing("undefined"), name="in use before compiling")(F32)
-
-
-def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
+def test_failed_allocation_of_lock_raises(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
         with pytest.raises(MemoryError, match="lock for machine code"):
@@ -2836,27 +2905,8 @@ def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
     assert address and xk._native_lock_address("a lock of this test") == address
 
 
-def test_only_sets_of_literals_have_a_text_that_is_equal_in_all_processes():
-    assert xk._exact_text({"nnan", "nsz"}) == xk._exact_text({"nsz", "nnan"})
-    for value in ({object()}, {(1, object())}, {frozenset({"nnan", "nsz"})}):
-        assert xk._exact_text(value) is None
-
-
-def test_kernels_that_differ_in_a_constant_set_of_tuples_differ():
-    """`(a, b) in {(1, 2)}` is a frozenset of tuples in the kernel's code."""
-    kernels = [kernel_storing(f"1 if (x.size, x.ndim) in {{({size}, 1), (9, 9)}} else 0") for size in (4, 5)]
-    assert list(map(result_of, kernels)) == [1, 0]
-
-
-def test_a_captured_list_may_contain_itself():
-    """The kernel only has an attribute of this name, but the code does not show that."""
-    recursive = [1.0]
-    recursive.append(recursive)
-    assert result_of(kernel_storing("x[0] + x.size", size=recursive)) == 1 + F32.size
-
-
-def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
-    """As by importlib.reload, also where it stands some lines further down."""
+def test_redefined_kernel_keeps_its_name_if_unchanged():
+    """`importlib.reload` redefines a kernel, possibly some lines further down."""
     for n in range(2):
         kernel = kernel_from("\n" * n + "def kernel(x, out):\n    out[0] = math.floor(x[0]) + constant", constant=1)
         assert wrap(kernel, name="defined again")(F32)[0] == 2

@@ -158,7 +158,7 @@ __all__ = [
 #     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_platform_is_that_of_the_lowering
 #     `_apply_primitive`, an attribute of functions   that `jax_debug_nans` must not run again; test_debug_nans
 #     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
-#     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_a_side_effect_keeps...
+#     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_side_effect_keeps_unused_and_equal_calls
 #     `val` of the tracers of `vmap`                  the batched value; test_op_vjp_rule_with_integers
 
 Spec = jax.ShapeDtypeStruct
@@ -1320,8 +1320,8 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # A wrapper (5.4) finds the target of a call and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behavior of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
-# - two incorrect passes of XLA (`_protect_results`; test_a_loop_whose_whole_state_is_what_a_kernel_gives)
-# - fusions in place (`_protect_aliased_operands`; test_state_that_a_kernel_changes_is_copied_where_that_of_jax_is)
+# - two incorrect passes of XLA (`_protect_results`; test_while_loop_kernel_not_hoisted)
+# - fusions in place (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
 # - Numba's pickles of functions (`_Wrapper`; test_kernels_without_a_variable_are_sent_to_other_processes_by_value)
 
 # -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
@@ -2106,7 +2106,7 @@ def _never_stored_error(title: str, name: str, store: str, returns: str = "", is
 #
 # Relies on sections 2 and 3, on 9.3 for GPUs, on Numba, llvmlite and the C API of CPython.
 # Undocumented behaviour of XLA, Numba and the C library that this section depends on:
-# - XLA's threads (test_each_slice_runs_once_on_any_thread_unless_in_order), and where XLA loses an alias
+# - XLA's threads (test_vmap_slices_parallel_unless_sequential), and where XLA loses an alias
 #   (test_aliased_output_initialized_without_xla_alias)
 # - Numba's `cgutils`, and the CPU for which it compiles (`magic_tuple`): all tests of kernels
 # - glibc's default floating-point environment (`_FE_DFL_ENV`; test_the_life_of_a_process...)
