@@ -1752,7 +1752,7 @@ class _PickledByReference:
     """An object that is pickled by reference, as top-level functions are, if an importable module holds it.
 
     The reference is the name of a module and a variable.  The variable may have any name, so `__reduce__` looks for it
-    in the imported modules.  Subclasses define the fallback, `_reduce_without_module`.  Copies are the same object.
+    in the imported modules.  Subclasses may override `_reduce_without_module`.  Copies are the same object.
     """
 
     title: str  # for errors
