@@ -1039,14 +1039,14 @@ class export_checks:
 # -- 4.1 Specs: declared shapes and dtypes -------------------------------------------------------------
 
 
-def _is_spec(x: Any) -> bool:
-    """Return whether an object has a shape and a dtype."""
+def _has_shape_and_dtype(x: Any) -> bool:
+    """Return whether an object, such as an array or a spec, has a shape and a dtype."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)  # the class np.float32 has both
 
 
 def _format_spec(spec: Any) -> str:
     """Return a spec in the notation of jaxprs, such as float32[3,4].  Return `str` of any other object."""
-    if not _is_spec(spec):
+    if not _has_shape_and_dtype(spec):
         return str(spec)
     sizes = ",".join(map(str, spec.shape))
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
@@ -1054,7 +1054,7 @@ def _format_spec(spec: Any) -> str:
 
 def _flatten_specs(tree: Any) -> tuple[list, Any]:
     """Return the specs of a pytree in JAX's order, and its structure."""
-    leaves, structure = jax.tree.flatten(tree, lambda x: hasattr(x, "aval") or _is_spec(x))
+    leaves, structure = jax.tree.flatten(tree, lambda x: hasattr(x, "aval") or _has_shape_and_dtype(x))
     return [getattr(x, "aval", x) for x in leaves], structure  # arrays and symbolic values have an `aval`
 
 
@@ -1076,7 +1076,8 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     Args:
       specs: the user's pytree of objects with `.shape` and `.dtype`.
       subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
-      ins: the specs of the inputs.  If given, dtypes are also truncated to 32 bits, as JAX does if x64 is disabled.
+      ins: the specs of the inputs.  None at construction, when inputs are unknown: dtypes are then not truncated.
+        Otherwise dtypes are truncated to 32 bits, as JAX does if x64 is disabled.
     """
     if specs is None:
         raise TypeError(
@@ -1093,7 +1094,7 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
 
 def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> Spec:
     """Return one declared spec as a `ShapeDtypeStruct`; see `_normalize_specs`."""
-    if not _is_spec(declared):
+    if not _has_shape_and_dtype(declared):
         raise TypeError(
             f"{subject} must be a spec with .shape and .dtype; got {declared!r} of type {type(declared).__name__}. "
             "Write jax.ShapeDtypeStruct(shape, dtype), or a function of the inputs' specs, such as outs=lambda x: x."
@@ -1127,14 +1128,14 @@ def _shape_error(subject: str, shape: Any) -> TypeError:
         if isinstance(size, jax.core.Tracer):
             return TypeError(
                 f"{rule}, which are known before the call. The size {size} is traced. Use a Python int: x.shape[0], or "
-                f"a static argument, jax.jit(f, static_argnames=...). {_FIXED_CAPACITY}"
+                f"a static argument, jax.jit(f, static_argnames=...). {_FIXED_CAPACITY_ADVICE}"
             )
         if isinstance(size, (tuple, list)):
             return TypeError(f"{rule}. {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
     return TypeError(f"{rule}; got {shape}. Compute sizes with integers: x.size // 2, or int(n).")
 
 
-_FIXED_CAPACITY = (
+_FIXED_CAPACITY_ADVICE = (
     "If a size depends on values, declare a fixed capacity, such as outs=jax.ShapeDtypeStruct((n,), dtype), and return "
     "the count as one more output."
 )
@@ -1189,11 +1190,12 @@ def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
     shown = ", ".join(map(_format_spec, specs))
     raised = f"{name} of ({shown}) raised {type(error).__name__}: {error}. "
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    # If the error was raised inside ShapeDtypeStruct, the shape was not a tuple.
     if frame.f_code is Spec.__init__.__code__:
         return f"{raised}A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)."
     return (
         f"{raised}Its arguments are specs with .shape and .dtype, and have no values. For the specs of what a function "
-        f"f returns, write jax.eval_shape(f, x). {_FIXED_CAPACITY}"
+        f"f returns, write jax.eval_shape(f, x). {_FIXED_CAPACITY_ADVICE}"
     )
 
 
@@ -1205,7 +1207,7 @@ def _check_call_signature(
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "" if args else ", or pass the missing ones to op(...) by name"  # a generator gets only keywords
+        fix = "" if args else ", or pass the missing ones to op(...) by name"  # no inputs: only keywords
         raise TypeError(
             f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}."
         ) from None
@@ -1280,7 +1282,7 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
     except Exception as error:
         with contextlib.suppress(Exception):  # XLA rejects strided arrays, such as a column; PyTorch and Warp copy them
             return jax.dlpack.from_dlpack(x.contiguous())
-        shown = str(x.dtype) if _is_spec(x) else repr(x)
+        shown = str(x.dtype) if _has_shape_and_dtype(x) else repr(x)
         raise TypeError(
             f"{name} must be a number or an array of numbers (of JAX, NumPy or a library with DLPack); got "
             f"{type(x).__name__} {shown:.80}. {_input_advice(x, variable, error)}"
@@ -1318,7 +1320,7 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # 5. The primitive: one call of one target, its partitioning over a mesh, and the wrapper that binds it.
 #
 # A wrapper (5.4) finds the target of a call and binds the primitive `xla_kernel` (5.1) with it.
-# This section relies on undocumented behavior of XLA, Shardy and Numba:
+# This section relies on undocumented behaviour of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
 # - two incorrect passes of XLA (`_protect_results`; test_while_loop_kernel_not_hoisted)
 # - fusions in place (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
@@ -1382,9 +1384,7 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
         raise TypeError(
             f"{call.target.title} has no (further) derivative. {call.target.derivative_advice}Use jax.custom_vjp for "
-            "grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel. Use "
-            "jax.lax.stop_gradient(x) for inputs that need no derivative. For second derivatives, the kernels that "
-            "your rules call need rules, too."
+            "grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
         )
     results = call.bind(primals)
     return results, list(map(_zero_tangent, results))
@@ -1441,13 +1441,13 @@ def _lower_custom_call(
       ins, outs: the abstract values of the operands, and of the outputs and scratch buffers.
       attributes: more attributes of the custom call.
     """
-    platform, *_ = _lowering_platforms(ctx)  # there is only one: see the registration of this rule
+    platform, *_ = _lowering_platforms(ctx)  # only one: the rule is registered per platform
     target = call.target.prepare_lowering(platform, bool(call.batch))
     if platform == "cpu":
         operands = _protect_aliased_operands(ctx, operands, call, ins)
     lower = jax.ffi.ffi_lowering(
         target.name,
-        operand_output_aliases=dict(call.aliases),  # lets XLA reuse memory; only the handler guarantees the value
+        operand_output_aliases=dict(call.aliases),  # XLA may ignore this; the handler copies if it does
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
@@ -1473,7 +1473,7 @@ def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
     - GPUs: a dynamic-slice fusion lets a custom call write directly into the array that is updated, even if the call
       reads this array.
     - All platforms: loop-invariant code motion fails for a custom call whose outputs are the whole state of a
-      `while_loop`.  The pass takes the call for a tuple, and the operands of the call for the elements of the tuple.
+      `while_loop`.  The pass mistakes the call for a `tuple` instruction, and its operands for the tuple's elements.
     """
     may_be_fused = "cuda" in _lowering_platforms(ctx)
     may_be_loop_state = n_outs > 1  # only then does the custom call return a tuple
@@ -1508,7 +1508,7 @@ _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
 batching.primitive_batchers[_call_p] = _call_batching
-mlir.register_lowering(_call_p, _call_lowering)  # for other platforms, on which a call raises an error
+mlir.register_lowering(_call_p, _call_lowering)  # for other platforms: `prepare_lowering` raises the error
 for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a custom call for each
     mlir.register_lowering(_call_p, _call_lowering, platform=_platform)
 
@@ -1516,10 +1516,11 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # -- 5.2 Partitioning a batch over a mesh --------------------------------------------------------------
 # Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  The partitioner for
 # batches (custom_call_batch_partitioner.cc) partitions the first `num_batch_dims` dimensions of each operand with more
-# than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks of the operands decide.
+# than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks decide which operands are
+# partitioned.
 #
-# To force XLA's choice, we pad the batch of each partitioned operand with ones, until every partitioned operand has a
-# larger rank than every replicated one:
+# To force XLA's choice, we insert dimensions of size 1 into the batch of each partitioned operand, until every
+# partitioned operand has a larger rank than every replicated one:
 #
 #     k                    the number of batch dimensions that are partitioned
 #     R                    the largest rank of an operand, without the batch
@@ -1527,18 +1528,19 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 #     partitioned operand  (*batch[:k], *[1] * (R + 1), *batch[k:], *slice_shape)      has rank > num_batch_dims
 #     replicated operand   slice_shape                                                 has rank <= num_batch_dims
 #
-# There are R + 1 ones rather than R, because a slice may be 0-d, and the rank must still exceed k + R.
+# The number of these dimensions is R + 1, not R, because a slice may be 0-d, and the rank must still exceed k + R.
 # For example, with eight slices of x and a common w, on four devices (k = 1, R = 2, num_batch_dims = 3):
 #
-#              one slice    operand of the primitive    operand of the custom call    on each device
-#       x      [6]          [8,6]                       [8,1,1,1,6]                   [2,1,1,1,6]
-#       w      [6,6]        [1,6,6]                     [6,6]                         [6,6]
-#       out    [6]          [8,6]                       [8,1,1,1,6]                   [2,1,1,1,6]
+#                one slice    primitive    custom call    on each device
+#       x        [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
+#       w        [6,6]        [1,6,6]      [6,6]          [6,6]
+#       result   [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
 #
 # - If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.
 # - The leading dimensions of the batch are partitioned, as long as the number of all devices divides their sizes.
 #   Otherwise XLA pads the batch, and if the kernel raises an error on the padding, the other devices wait forever.
-#   Mesh axes that divide the size are not enough: for example, on 8 devices, `x[:4]` stays partitioned over all 8.
+#   A size that only some mesh axes divide is not enough, because XLA may partition it over more axes, with padding: on
+#   8 devices, `x[:4]` stays partitioned over all 8.
 # - The dimensions of a slice are gathered.  Only `jax.shard_map` partitions them.
 
 
@@ -1592,14 +1594,15 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
 def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
     """Return which operands are replicated: the shared ones, which have size 1 in all batch dimensions.
 
-    If a shared operand comes after a batched one, partition the first operand, too, so that its sharding, which XLA
-    applies to all (FindCommonSharding), is the right one.  If the first operand is batched, this changes nothing.
+    XLA copies the sharding of operand 0 to all partitioned operands (FindCommonSharding).  So operand 0 must not be
+    replicated if a later shared operand follows a batched one.
     """
     shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
     first_batched = shared_mask.index(False)
+    replicated_mask = list(shared_mask)
     if any(shared_mask[first_batched:]):
-        shared_mask[0] = False
-    return shared_mask
+        replicated_mask[0] = False
+    return replicated_mask
 
 
 def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
@@ -1613,11 +1616,11 @@ def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequenc
     factor_sizes = list(outs[0].shape[:n_common])
     mappings = []
     for x, is_replicated in zip([*ins, *outs], [*replicated_mask, *[False] * len(outs)], strict=True):
-        n_shared = 0 if is_replicated else n_common
-        own_sizes = x.shape[n_shared:]
+        n_leading = 0 if is_replicated else n_common
+        own_sizes = x.shape[n_leading:]
         own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
         factor_sizes.extend(own_sizes)
-        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared), *own_factors)]
+        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_leading), *own_factors)]
         mappings.append(sdy.TensorMappingAttr.get(dims))
     return sdy.OpShardingRuleAttr.get(factor_sizes, mappings[: len(ins)], mappings[len(ins) :])
 
@@ -1720,7 +1723,7 @@ class _Options:
 
 
 def _as_names(names: Any) -> Collection:
-    """Return an option that names parameters as a collection.  The names are checked where the parameters are known."""
+    """Return the parameter names given to an option, as a list or set.  `_Wrapper` checks the names."""
     if names is None:
         return []
     if isinstance(names, (set, frozenset)):
@@ -1746,9 +1749,10 @@ class _BoundedCache(dict):
 
 
 class _PickledByReference:
-    """An object that is pickled by reference, as top-level functions are: as the name of a module and a variable.
+    """An object that is pickled by reference, as top-level functions are, if an importable module holds it.
 
-    The variable may have any name, so `__reduce__` looks for it in the imported modules.  Copies are the same object.
+    The reference is the name of a module and a variable.  The variable may have any name, so `__reduce__` looks for it
+    in the imported modules.  Subclasses may override `_reduce_without_module`.  Copies are the same object.
     """
 
     title: str  # for errors
@@ -1761,9 +1765,9 @@ class _PickledByReference:
     def __reduce__(self) -> tuple:
         # Another process may have another main module.  `builtins._` is the last result at the prompt.
         importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
-        return self._find_variable(importable) or self._reduce_without_module()
+        return self._reduce_to_variable(importable) or self._reduce_without_module()
 
-    def _find_variable(self, module_names: Iterable[str]) -> tuple:
+    def _reduce_to_variable(self, module_names: Iterable[str]) -> tuple:
         """Return the reduced value for the first variable that holds this object, or an empty tuple."""
         for module_name in module_names:
             for variable, value in list(getattr(sys.modules.get(module_name), "__dict__", {}).items()):
@@ -1772,11 +1776,11 @@ class _PickledByReference:
         return ()
 
     def _reduce_without_module(self) -> tuple:
-        """Return the reduced value of an object that no imported module holds: a variable of the main module.
+        """Fallback if only `__main__`, or no module, holds the object.
 
-        The processes of a pool have the same main module.
+        Return a reference to a variable of `__main__`, because the processes of a pool have the same main module.
         """
-        if reduced := self._find_variable(["__main__"]):
+        if reduced := self._reduce_to_variable(["__main__"]):
             return reduced
         raise pickle.PicklingError(
             f"{self.title} is pickled by reference, as functions are, but no variable of a module holds it. Keep it in "
@@ -1811,7 +1815,7 @@ class _Wrapper(_PickledByReference):
     If an input is traced already, `_call_inputs` calls `_trace` directly, so that the call becomes a part of the
     caller's program.
 
-    A wrapper that no importable module holds is pickled by value: its kernel's code, and its options.
+    If no importable module holds a wrapper, its pickle contains the kernel's code and the options.
     """
 
     decorator: str  # the name of the public function, for error messages
@@ -1834,7 +1838,8 @@ class _Wrapper(_PickledByReference):
             raise TypeError(f"{self.title} is a method, and `self` is not an array. {_KERNEL_TYPE_ADVICE['method']}")
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
-        # The first outputs are the in-out arguments, in the order of the kernel's parameters.
+        # The first outputs are the in-out arguments, in the order of the kernel's parameters.  So the order of a list
+        # must be the same.  A set has no order (`_as_names`).
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         if isinstance(options.in_out_argnames, list) and options.in_out_argnames != self.in_outs:
             raise ValueError(
@@ -1864,7 +1869,7 @@ class _Wrapper(_PickledByReference):
         return f"<{self.decorator} {self.__name__}>"
 
     def _reduce_without_module(self) -> tuple:
-        """Return the reduced value of a wrapper that is pickled by value.  (hook: Warp kernels cannot be)"""
+        """Fallback: pickle the wrapper by value.  (hook: Warp kernels are only pickled by reference)"""
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
         return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
 
@@ -1935,13 +1940,14 @@ class _Wrapper(_PickledByReference):
     def _find_target(self, call: _CallParams) -> _Target:
         """Check the dtypes and parameters of a call, and return its target.  (abstract)
 
-        If there is a device of the platform, compile the kernel here, so that errors are raised in the user's call.
+        If JAX has a device on which the kernel runs, compile it here, so that errors are raised in the user's call.
         """
         raise NotImplementedError
 
     def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], why_not: str) -> None:
         """Raise an error if a buffer has a dtype that the backend does not have."""
-        for kind, specs in (("input", call.ins), ("output", call.outs)):  # outputs include scratch buffers
+        outs, scratch = call.outs[: call.n_results], call.outs[call.n_results :]
+        for kind, specs in (("input", call.ins), ("output", outs), ("scratch buffer", scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     raise TypeError(
@@ -2006,9 +2012,10 @@ class _Wrapper(_PickledByReference):
 
     def _check_in_out_spec(self, name: str, i: int, j: int, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
         """Raise an error if output j does not have the spec of input i, which is an in-out argument."""
-        declared = outs[j] if j < len(outs) else "missing"
+        declared = outs[j] if j < len(outs) else None
         if ins[i] == declared:
             return
+        shown = "missing" if declared is None else _format_spec(declared)
         arguments = ", ".join(self._argument_names(ins))
         results = list(self.in_outs)
         if len(outs) > len(results):
@@ -2016,12 +2023,12 @@ class _Wrapper(_PickledByReference):
         new_outs = results[0] if len(results) == 1 else f"({', '.join(results)})"
         raise ValueError(
             f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is "
-            f"{_format_spec(ins[i])}, but outs[{j}] is {_format_spec(declared)}. Write outs=lambda {arguments}: "
+            f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: "
             f"{new_outs}."
         )
 
     def _check_in_out_parameters(self, call: _CallParams) -> None:
-        """Raise an error if the kernel has one more parameter for the output of each in-out argument."""
+        """Raise an error if the kernel declares a separate output parameter for an in-out argument."""
         n_in = len(call.ins)
         extra = self.parameters[n_in:][: len(self.in_outs)]
         if not extra or len(self.parameters) != n_in + len(call.outs):
@@ -2060,18 +2067,18 @@ def _numbered_specs(specs: Sequence[Spec]) -> str:
     return ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
 
 
-def _never_stored_error(title: str, name: str, store: str, returns: str = "", is_in_out: bool = False) -> TypeError:
+def _never_stored_error(title: str, name: str, store: str, return_fix: str = "", is_in_out: bool = False) -> TypeError:
     """Return the error for an output, or an in-out argument, to which a kernel never stores (sections 7 and 8).
 
     Args:
       title: the kernel, for example "numba_kernel 'f'".
       name: the parameter.
       store: a statement that stores to it, such as `out[:] = ...`.
-      returns: the fix if the kernel returns a value beside an `out` parameter, such as "return the value only".
+      return_fix: the fix if the kernel returns a value beside an `out` parameter, such as "return the value only".
       is_in_out: whether the parameter is an in-out argument.
     """
     kind = "in-out argument" if is_in_out else "output"
-    alternative = f", or remove the parameter {name!r} and {returns}" if returns else ""
+    alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
     return TypeError(
         f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
         f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} then "
@@ -3332,25 +3339,22 @@ def numba_kernel(
       outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts (JAX would
         sort their keys), or a function of the inputs' `ShapeDtypeStruct`s that returns one of these.  The function
         runs when a call is traced.  The result has the structure of `outs`.
-      vmap_method: one of the names that `jax.pure_callback` accepts, or None, which also works.  With "sequential" and
-        "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise XLA's threads share them.
-        The results are the same.  Default None.
+      vmap_method: one of the names that `jax.pure_callback` accepts, or None (default), which also works.  With
+        "sequential" and "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise XLA's
+        threads share them.  The results are the same.
       input_output_aliases: a dict `{i: j}`.  Output j starts with the value of input i (a number or a name), and uses
-        its memory if XLA can.  The kernel gets the same array for both.  The caller's array never changes.  Default
-        None.
+        its memory if XLA can.  The kernel gets the same array for both.
       in_out_argnames: names of parameters that the kernel updates in place, in the order of its parameters.  Each is
-        an input, and its new value is a result.  `outs` begins with their specs.  Default None.
+        an input, and its new value is a result.  `outs` begins with their specs.
       scalars: names of 0-d inputs that the kernel takes as scalars, or True for all.  Default False.  To compile a
-        constant into the kernel, use a closure variable instead.  Then each value compiles a new kernel, in about 0.1
-        to 0.25 s, and 1 to 3 MB of memory are never freed.
+        constant into the kernel, use a closure variable instead.  Each value of the variable then compiles its own
+        kernel, in about 0.1 to 0.25 s, and 1 to 3 MB of memory are never freed.
       has_side_effect: True keeps the call even if its results are not used.  Default False.
       scratch: temporary buffers: a spec, a tuple of specs, or a function like `outs`.  They are passed after the
-        outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
-      zero_outputs: None zeroes new outputs and scratch, and raises an error if the kernel never stores to an output.
-        True zeroes them without this check, for outputs that may stay zero.  False leaves them uninitialized.  Default
-        None.
+        outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
+      zero_outputs: None (default) zeroes new outputs and scratch, and raises an error if the kernel never stores to an
+        output.  True zeroes them without this check, for outputs that may stay zero.  False leaves them uninitialized.
       name: the prefix of the kernel's name in exported programs, which find the kernel by it (see `export_checks`).
-        Default None.
 
     Raises:
       TypeError: if a dtype has no CPU arithmetic in Numba (float16, bfloat16, float8, sub-byte types); if the number of
@@ -3379,11 +3383,12 @@ def numba_kernel(
 
 # -- 7.1 The wrapper: which buffer of a call is passed to which parameter of the kernel ----------------
 # The buffers of a call are numbered: the inputs, then the outputs, then scratch.  An in-out argument has two buffers of
-# the same value, that of its input and that of its output.  The kernel gets the output's.  The arguments, in order:
+# the same value, that of its input and that of its output.  The kernel gets the output's, in the input's place.  The
+# arguments, in order:
 #
-#     a kernel that writes its outputs     the inputs (in-out arguments in their places), the other outputs, scratch
-#     a kernel that returns its outputs    the inputs (in-out arguments in their places); no scratch is possible
-#                                          Its results are stored to the outputs after those of in-out arguments.
+#     a kernel that writes its outputs     the inputs, the outputs that are not in-out arguments, scratch
+#     a kernel that returns its outputs    the inputs; no scratch is possible.  The results are stored to the outputs
+#                                          that are not in-out arguments.
 #
 # Numba kernels for GPUs use the first convention only.
 
@@ -3422,12 +3427,12 @@ class _NumbaWrapper(_Wrapper):
         if may_return and new_buffers and not has_scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, new_buffers))
         kernel_signature = inspect.signature(_py_func(self.kernel))
-        fitting = []
+        fitting_maps = []
         for argument_map in maps:
             with contextlib.suppress(TypeError):
                 kernel_signature.bind(*argument_map.args)
-                fitting.append(argument_map)
-        if not fitting:
+                fitting_maps.append(argument_map)
+        if not fitting_maps:
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
             raise TypeError(
                 f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
@@ -3435,7 +3440,7 @@ class _NumbaWrapper(_Wrapper):
                 "scratch included, where in-out arguments count as both. List a parameter that is both input and "
                 "output in in_out_argnames, or wrap the kernel in a function that has constants in its closure."
             )
-        return fitting
+        return fitting_maps
 
     def _check_scalars(self, ins: Sequence[Spec]) -> None:
         """Raise an error if a name that the user gave in `scalars` is not a 0-d input of this call."""
@@ -3444,8 +3449,8 @@ class _NumbaWrapper(_Wrapper):
         for i, name in enumerate(self.parameters):
             if name not in self.scalars:
                 continue
-            kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
             if i >= len(ins) or ins[i].shape:
+                kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
                 raise ValueError(
                     f"{self.title}: a scalar is an input without dimensions. {name!r} in "
                     f"scalars={self.options.scalars} is {kind}. Remove it from scalars, or pass a number (under vmap, "
@@ -3486,11 +3491,11 @@ class _NumbaKernel(_NumbaWrapper):
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler)
-        platform_hint = (
+        runs_on = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
-        return _Target(name, platform="cpu", title=self.title, runs_on=platform_hint)
+        return _Target(name, platform="cpu", title=self.title, runs_on=runs_on)
 
     def _dispatcher(self) -> Any:
         """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
@@ -3500,11 +3505,16 @@ class _NumbaKernel(_NumbaWrapper):
         if isinstance(kernel, types.FunctionType):
             return numba.njit(kernel)
         # Recreate a kernel that has explicit signatures, because it compiles no others, or `inline`, because a kernel
-        # that Numba inlines into an adapter loses its own options.  Ufuncs have no `_can_compile`; they stay.
+        # that Numba inlines into an adapter loses its own options.  Ufuncs stay.
         is_inlined = getattr(kernel, "targetoptions", {}).get("inline", "never") != "never"
-        if getattr(kernel, "_can_compile", True) and not is_inlined:
+        if (_is_ufunc(kernel) or kernel._can_compile) and not is_inlined:
             return kernel
         return _recreate_dispatcher(kernel)
+
+
+def _is_ufunc(kernel: Any) -> bool:
+    """Return whether a decorated kernel is a ufunc or gufunc of Numba, which is not a dispatcher."""
+    return not hasattr(kernel, "_can_compile")
 
 
 def _recreate_dispatcher(kernel: Any) -> Any:
@@ -3520,14 +3530,15 @@ class _ArgumentMap(NamedTuple):
     """How a kernel is called with the buffers b0, b1, ... of a call.
 
     Every number in an argument map is the number of a buffer.  A position in `args` is the position of a parameter.
+    Target names depend on the names of the class and its fields (`_Specialization.base_name`), so do not rename them.
     """
 
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
     scalars: frozenset[int] = frozenset()  # the buffers in `args` whose only element is passed, as a scalar
     results: tuple[int, ...] = ()  # the buffer for each value that the kernel returns; empty if it writes its outputs
-    # On a GPU, the ranks of the buffers of one slice.  Then buffers have the batch as first dimension, and the adapter
-    # passes slice `blockIdx.z`.  None: buffers are those of one slice.
+    # On a GPU: the rank of each buffer without the batch, which is the first dimension of every buffer.  The adapter
+    # then passes slice `blockIdx.z`.  None: the buffers are those of one slice.
     slice_ranks: tuple[int, ...] | None = None
 
     def is_plain_for(self, kernel: Any) -> bool:
@@ -3543,7 +3554,7 @@ class _ArgumentMap(NamedTuple):
         z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
         if buffer in self.scalars or self.slice_ranks[buffer]:
             return f"b{buffer}[{z}]"
-        return f"b{buffer}[{z} : {z} + 1].reshape(())"
+        return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
 
     def adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
         """Return a Python function of all buffers that calls `kernel` and then runs `last_lines`.
@@ -3632,7 +3643,7 @@ class _NumbaCompiler:
                 raise _compile_error("Numba", self.signature, error) from error
         self._check_returned_types(argument_map, compiled)
         if argument_map.results:
-            compiled = self._compile_stores(argument_map, compiled, buffer_types)
+            compiled = self._compile_storing_adapter(argument_map, compiled, buffer_types)
         self._check_inputs(argument_map, compiled, readonly_error)
         self._check_outputs(argument_map)
         return compiled.overload
@@ -3640,15 +3651,16 @@ class _NumbaCompiler:
     def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
         """Compile the kernel for buffers of these types.
 
-        Return the kernel itself if its parameters are all buffers, or if `_compile_stores` adapts it.  Otherwise return
-        an adapter that takes all buffers.
+        Return the kernel itself if its parameters are all buffers.  Otherwise return an adapter that takes all buffers,
+        with one exception: a kernel that returns its outputs is returned itself, without an adapter, if its parameters
+        are known.  `_compile_storing_adapter` then maps its arguments.
         """
         import numba
 
-        can_compile = getattr(self.kernel, "_can_compile", False)  # ufuncs do not have it, and need an adapter
-        if can_compile and argument_map.is_plain_for(self.kernel):
+        is_dispatcher = not _is_ufunc(self.kernel)  # a ufunc needs an adapter
+        if is_dispatcher and argument_map.is_plain_for(self.kernel):
             return _compile_types(self.kernel, buffer_types)
-        if can_compile and argument_map.results and len(argument_map.args) == len(self.parameters):
+        if is_dispatcher and argument_map.results and len(argument_map.args) == len(self.parameters):
             argument_types = []
             for buffer in argument_map.args:
                 is_scalar = buffer in argument_map.scalars
@@ -3685,10 +3697,13 @@ class _NumbaCompiler:
             f"to float32), not to another. {self.title} returns {returned}, not {shown}. {fix}."
         )
 
-    def _compile_stores(
+    def _compile_storing_adapter(
         self, argument_map: _ArgumentMap, compiled: _CompiledFunction, buffer_types: tuple
     ) -> _CompiledFunction:
-        """Compile a function of all buffers that stores to the outputs what the compiled function returns."""
+        """Compile a function of all buffers that stores the values that the compiled function returns to the outputs.
+
+        The compiled function is the one of `_compile_kernel`: the kernel itself, or an adapter that takes all buffers.
+        """
         import numba
         from numba import types as nbtypes
 
@@ -3715,16 +3730,16 @@ class _NumbaCompiler:
         """Raise an error if the kernel may write to an input (see 7.3)."""
         unwritten = _unwritten_buffers(compiled, self.signature)
         safe = {*unwritten, *argument_map.scalars, *dict(self.signature.aliases)}
-        names = []  # of the inputs that LLVM does not prove to be unwritten
+        unproven = []  # the names of the inputs that LLVM does not prove to be unwritten
         for parameter_index, buffer in enumerate(argument_map.args):
             if buffer < self.signature.n_in and buffer not in safe:
-                names.append(self._parameter(parameter_index))
-        if not names:
+                unproven.append(self._parameter(parameter_index))
+        if not unproven:
             return
-        shown = " or ".join(map(repr, names))
+        shown = " or ".join(map(repr, unproven))
         fix = (
-            f"Write to an output, or list the input in in_out_argnames=[{names[0]!r}]. If the kernel does not write to "
-            f"it, or only needs a copy, use {names[0]}.copy() there."
+            f"Write to an output, or list the input in in_out_argnames=[{unproven[0]!r}]. If the kernel does not write "
+            f"to it, or only needs a copy, use {unproven[0]}.copy() there."
         )
         if readonly_error:
             text = _plain_text(readonly_error)
@@ -3734,7 +3749,7 @@ class _NumbaCompiler:
                 f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{text}"
             ) from readonly_error
         statement = _find_bypass(compiled)
-        if statement is not None:  # else case 2: compiled for read-only arrays
+        if statement is not None:  # None: safe, case 2 of 7.3
             raise TypeError(
                 f"Inputs are read-only, because JAX may share them. {self.title} may write to its input {shown}: "
                 f"Numba ignores that the array is read-only in {statement}. {fix}"
@@ -3744,7 +3759,7 @@ class _NumbaCompiler:
         """Raise an error if the kernel surely never stores to an output."""
         if not self.checks_outputs:
             return
-        only_read = _only_read(self.kernel)
+        only_read = _parameters_only_read(self.kernel)
         outputs = range(self.signature.n_in, self.signature.n_in + self.n_results)
         for parameter_index, buffer in enumerate(argument_map.args):
             if buffer in outputs and parameter_index in only_read:
@@ -3779,13 +3794,16 @@ def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledFunction:
     return _CompiledFunction(dispatcher, dispatcher.overloads[argument_types])
 
 
-def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
-    """Return the Numba types of all buffers: row-major arrays, of which inputs are read-only by default."""
+def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
+    """Return the Numba types of all buffers: row-major arrays, of which inputs are read-only by default.
+
+    The module of types is `numba.types`, or that of a Numba CUDA package.
+    """
     array_types = []
     for buffer, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
-        element = nbtypes.boolean if dtype.kind == "b" else getattr(nbtypes, dtype.name)
+        element = types_module.boolean if dtype.kind == "b" else getattr(types_module, dtype.name)
         is_input = buffer < signature.n_in
-        array_types.append(nbtypes.Array(element, rank, "C", readonly and is_input))
+        array_types.append(types_module.Array(element, rank, "C", readonly and is_input))
     return tuple(array_types)
 
 
@@ -3858,13 +3876,22 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 # -- 7.3 Reads and writes: what Numba's types and LLVM say about the buffers of a kernel ---------------
 # An input is safe in case 1 or 2, otherwise the kernel is rejected.  Scalars and aliased inputs are not checked.
 # 1. LLVM proves that the machine code does not write to it.  LLVM infers the parameter attributes `readonly` (the
-#    function does not write through this pointer, or pointers derived from it) and `readnone`.  Plain loops and array
-#    expressions get them; kernels with tuples of arrays, BLAS, exceptions and parallel loops often do not.
+#    function does not write through this pointer, or pointers derived from it) and `readnone`.  The inputs of plain
+#    loops and array expressions usually get these attributes.  Those of kernels with tuples of arrays, BLAS,
+#    exceptions and parallel loops often do not.
 # 2. The kernel compiles for read-only arrays, and no statement bypasses them.  The types that Numba inferred show this
 #    for the kernel and its helpers, including views, tuples, aliases and closures.
 #
-# An output is surely never stored to if the kernel only reads it (`_only_read`).  LLVM's attributes do not show this,
-# because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+# An output is surely never stored to if the kernel only reads it (`_parameters_only_read`).  LLVM's attributes do not
+# show this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+
+
+_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
+
+
+def _numba_array_members(array: _SliceArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
 def _unwritten_buffers(compiled: _CompiledFunction, signature: _Signature) -> set[int]:
@@ -3879,25 +3906,31 @@ def _unwritten_buffers(compiled: _CompiledFunction, signature: _Signature) -> se
     return unwritten
 
 
+def _llvm_module(overload: Any) -> Any:
+    """Return the LLVM module of an overload, with all that the function calls."""
+    library = overload.library
+    return library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
+
+
 def _llvm_attributes(overload: Any) -> list[str]:
     """Return the attributes of each parameter of an overload's LLVM function, as its optimized code has them."""
-    library = overload.library
-    module = library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
+    module = _llvm_module(overload)
     name = overload.fndesc.llvm_func_name
     function = module.get_function(name)
     # An optimized function has one of these on the pointer to its result.  With debug=True or NUMBA_OPT=0 it has none.
     if not {b"writeonly", b"readnone"}.intersection(next(function.arguments).attributes):
         module = module.clone()
-        manager, builder = library._codegen._module_pass_manager(opt=3)
+        manager, builder = overload.library._codegen._module_pass_manager(opt=3)
         manager.run(module, builder)
         function = module.get_function(name)
     return [b" ".join(argument.attributes).decode() for argument in function.arguments]
 
 
-def _only_read(kernel: Any) -> set[int]:
+def _parameters_only_read(kernel: Any) -> set[int]:
     """Return the indices of the parameters that a kernel only reads.
 
-    Every use that is not known to be a read counts as a store.  For a kernel that always raises, return no indices.
+    Start with all parameters.  Remove each one that a non-read use may reach, directly or through a view.  A use that
+    is not known to be a read counts as a store.  For a kernel that always raises, return no indices.
     """
     from numba.core import compiler, ir, ssa
 
@@ -3948,11 +3981,12 @@ def _has_readonly(*numba_types: Any) -> bool:
 # value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  No
 # others are known in Numba 0.63 to 0.68.
 _READONLY_BYPASSES: dict[Any, tuple[int, Callable[..., bool]]] = {
-    # Numba >= 0.64; it copies if the layout differs.
+    # They return the array itself, as writable (Numba >= 0.64), unless the layout differs.  Then they copy.
     np.ascontiguousarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "C")),
     np.asfortranarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "F")),
-    np.dot: (2, lambda *_: True),  # out=
-    np.fill_diagonal: (0, lambda *_: True),
+    np.dot: (2, lambda *_: True),  # writes to `out=`
+    np.fill_diagonal: (0, lambda *_: True),  # writes to its argument
+    # For integers it returns the array itself.  The options may contain copy=False, which writes to the array.
     np.nan_to_num: (0, lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool"))),
     np.nditer: (0, lambda *_: True),  # yields writable views
 }
@@ -4026,14 +4060,15 @@ def _is_bypass(target_type: Any, argument_types: list, returned: Any) -> bool:
 def _called_helpers(callee_type: Any, argument_types: list) -> list[_CompiledFunction] | None:
     """Return the helpers that a call runs, as Numba compiled them for these types.
 
-    The helper is the callee, or the argument of a library function such as functools.reduce.  A gufunc is compiled for
-    writable arrays.  So compile its function for read-only inputs.  Return None if that fails.
+    The helper is the callee, or the argument of a library function such as functools.reduce.  Numba compiles gufuncs
+    for writable arrays, so this compiles the gufunc's function again, with read-only inputs.  Return None if it cannot.
     """
     import numba
 
     helpers = []
     for dispatcher in [getattr(each, "dispatcher", None) for each in (callee_type, *argument_types)]:
         if dispatcher is not None:
+            # A library function calls its argument with unknown types.  Then check all specializations of the helper.
             exact = dispatcher.overloads.get(tuple(argument_types))
             overloads = [exact] if exact else dispatcher.overloads.values()
             helpers += [_CompiledFunction(dispatcher, overload) for overload in overloads]
@@ -4104,18 +4139,10 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
     helpers = _kernel_and_helpers(kernel)[1:]
     if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers):
         return True
-    module = overload.library._shared_module or overload.library._final_module  # with all that the function calls
-    return "@numba_parallel_for(" in str(module)
+    return "@numba_parallel_for(" in str(_llvm_module(overload))
 
 
 # -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
-
-_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
-
-
-def _numba_array_members(array: _SliceArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
 class _NumbaEmitter(_Emitter):
@@ -4125,19 +4152,19 @@ class _NumbaEmitter(_Emitter):
         import numba
 
         self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-        self.in_order = in_order or uses_threads  # Numba's threads use all cores
+        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
         self.starts_threads = uses_threads
         if uses_threads:
             numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
             if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
-                self.lock_address = _native_lock_address("workqueue_lock")
+                self.lock_address = _native_lock_address("workqueue_lock")  # 0 by default, from `_Emitter`
 
-        def report(error: int) -> int:
+        def store_message(error: int) -> int:
             if not error:  # lost in object mode that is reached through a function pointer (see `_uses_object_mode`)
                 return _store_error_message(RuntimeError("an exception that is lost in object mode"), label)
             return _store_error_message(ctypes.cast(error, ctypes.py_object).value, label)
 
-        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
+        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(store_message)
         self.report_address = ctypes.cast(callback, _PTR).value or 0
         self.alive = overload, callback
         self.code_key = "numba", bool(self.lock_address), self.starts_threads
@@ -4158,9 +4185,9 @@ class _NumbaEmitter(_Emitter):
             entry = builder.inttoptr(address.value, pointer_type)
             status, _ = conv.call_function(builder, entry, nbtypes.none, types_of_params, params)
             with builder.if_then(status.is_error, likely=False):
-                handler.fail(frame, self._message(handler, context, status))
+                handler.fail(frame, self._write_error_message(handler, context, status))
 
-    def _message(self, handler: _HandlerBuilder, context: Any, status: Any) -> _Int64:
+    def _write_error_message(self, handler: _HandlerBuilder, context: Any, status: Any) -> _Int64:
         """Write code that creates the Python exception, and return the address of its message."""
         python = context.get_python_api(handler.llvm_builder)
         gil = python.gil_ensure()
@@ -7633,11 +7660,11 @@ def _outs_key(outs: Any) -> tuple:
     cls = type(outs)
     if cls is list or cls is tuple:
         return (cls, tuple([_outs_key(x) for x in outs]))
-    if cls is Spec or _is_spec(outs):
+    if cls is Spec or _has_shape_and_dtype(outs):
         return (outs.shape, outs.dtype)
     leaves, tree = _flatten_specs(outs)
     # A leaf that is not a spec is a mistake of the user.  `_new_op_params` rejects it.
-    return (tree, *[(x.shape, x.dtype) if _is_spec(x) else x for x in leaves])
+    return (tree, *[(x.shape, x.dtype) if _has_shape_and_dtype(x) else x for x in leaves])
 
 
 def _params_key(value: Any) -> tuple:
