@@ -1248,7 +1248,7 @@ def test_cuda_correct_kernel_is_accepted(kernel):
 def test_cuda_output_or_in_out_argument_never_stored_to_raises(kernel):
     with pytest.raises(TypeError, match="never stores to output 'out'"):
         trace_on_cuda(kernel, FLOATS)
-    with pytest.raises(TypeError, match="never stores to (output|in-out argument) 'out'"):
+    with pytest.raises(TypeError, match=r"never stores to (output|in-out argument) 'out'"):
         trace_on_cuda(kernel, FLOATS, FLOATS, in_out_argnames=["out"])
     trace_on_cuda(kernel, FLOATS, zero_outputs=True)
 

@@ -158,7 +158,8 @@ __all__ = [
 #     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_platform_is_that_of_the_lowering
 #     `_apply_primitive`, an attribute of functions   that `jax_debug_nans` must not run again; test_debug_nans
 #     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
-#     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`); test_side_effect_keeps_unused_and_equal_calls
+#     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`);
+#                                                     test_side_effect_keeps_unused_and_equal_calls
 #     `val` of the tracers of `vmap`                  the batched value; test_op_vjp_rule_with_integers
 
 Spec = jax.ShapeDtypeStruct
