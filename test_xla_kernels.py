@@ -4052,7 +4052,7 @@ needs_warp = pytest.mark.needs("warp")
 floats = wp and wp.array(dtype=float)
 
 
-# -- kernels made of text, and the functions that they call ----------------------------------------------
+# -- kernels compiled from text, and their helpers ------------------------------------------------------
 
 FUNCTIONS = """
 import warp as wp
@@ -4167,34 +4167,34 @@ def native(x: float) -> float: ...
     __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
     return count;
 ''')
-def meet(patience: float) -> float: ...  # how many threads are inside of it; the first waits a while for a second
+def count_threads(patience: float) -> float: ...  # waits for a second thread, at most `patience` rounds
 """
 
 
 def kernels_from(sources, options="module='unique'"):
-    """{name: kernel}: of {name: (parameters, body)}, with these functions, and i the index."""
+    """Return {name: kernel} for {name: (parameters, body)}.  A body that does not set `i` starts with i = wp.tid()."""
     text = FUNCTIONS
     for name, (parameters, body) in sources.items():
         start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
         text += f"@wp.kernel({options})\ndef {name}({parameters}):\n{textwrap.indent(start + body, '    ')}\n"
     file = f"<kernels {next(KERNEL_NUMBERS)}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Warp reads it there
-    found = {"__name__": "kernels"}
-    exec(compile(text, file, "exec"), found)
-    return {name: found[name] for name in sources}
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Warp reads sources there
+    namespace = {"__name__": "kernels"}
+    exec(compile(text, file, "exec"), namespace)
+    return {name: namespace[name] for name in sources}
 
 
 def kernel_with_body(body, x="floats", y="floats"):
     return kernels_from({"kernel": (f"x: {x}, y: {y}, out: floats", body)})["kernel"]
 
 
-def kernels_of_programs(programs, module, options=""):
-    """{(parameters, body): kernel}, in one module, as Warp builds each for some 0.4 s."""
+def kernels_in_module(programs, module, options=""):
+    """Return {(parameters, body): kernel}.  All kernels are in one module, because Warp builds a module in 0.4 s."""
     sources = {f"kernel_{number}": program for number, program in enumerate(programs)}
     return dict(zip(programs, kernels_from(sources, f"module=wp.get_module({module!r}){options}").values()))
 
 
-WARP_KERNELS = {  # parameters, and what a thread does
+WARP_KERNELS = {  # parameters, body
     "multiply": ("x: floats, y: floats, out: floats", "out[i] = x[i] * y[i]"),
     "matvec": ("m: matrices, v: vectors, out: vectors", "out[i] = m[i] * v[i]"),
     "squares_of_rows": ("x: rows, out: floats", "out[i] = x[i, 0] * x[i, 0]"),
@@ -4239,8 +4239,8 @@ def product(**options):
 
 
 @functools.cache
-def values_of_every_kind():
-    """For the parameters of `every` that are no arrays, by name."""
+def values_of_all_types():
+    """Return arguments for the parameters of `every` that are not arrays, by name."""
     settings = warp_kernels().every.func.__annotations__["s"]()
     settings.gain = 1.5
     settings.inner.axis = wp.vec3(1.0, 2.0, 3.0)
@@ -4251,29 +4251,29 @@ EVERY = sample(2, 3), sample(2, 3, seed=1)
 
 
 def call_every(x, w, name=None, **others):
-    """A call with those values, or others."""
+    """Call `every` with these values, or with others."""
     f = xk.warp_kernel(warp_kernels().every, like_last, launch_dims=(2, 3), block_dim=4, differentiable=True, name=name)
-    return f(x, *(values_of_every_kind() | others).values(), w)
+    return f(x, *(values_of_all_types() | others).values(), w)
 
 
 def every_in_jax(x, w):
-    """The same for those values."""
+    """Return what `every` computes from `values_of_all_types`."""
     return x[:, :1] * w + (-3 + 5 + 7 + 1.5 + 3 + 8)
 
 
 @pytest.fixture(params=[
     pytest.param("cpu", marks=needs_warp), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu")),
 ])  # fmt: skip
-def warp_path(request):
-    """On the CPU, and on a GPU."""
+def warp_platform(request):
+    """The platform on which the test computes."""
     return request.param
 
 
-# -- values --------------------------------------------------------------------------------------------
+# -- arguments that are passed by value -----------------------------------------------------------------
 
 
-def test_warp_values(warp_path):
-    """Python's, NumPy's, JAX's and Warp's; they are data of one target."""
+def test_warp_values_of_any_library_share_a_target(warp_platform):
+    """Python, NumPy, JAX and Warp values are launch data, so they do not change the target."""
     typed = {"i": wp.int8(-3), "n": np.uint64(8)}
     plain = {"v": np.array([4, 5, 6], np.float16), "m": jnp.arange(9).reshape(3, 3), "n": jnp.uint8(8)}
     for values in (typed, plain):
@@ -4285,17 +4285,17 @@ def test_warp_values(warp_path):
 
 
 @needs_warp
-def test_warp_values_are_exported():
+def test_warp_exported_program_contains_values():
     call = partial(call_every, name="of_every_kind")
     check_close(run_exported_elsewhere(call, *EVERY), every_in_jax(*EVERY), 1e-5)
 
 
 @needs_warp
-def test_warp_struct_that_changes_is_another_value():
-    """And one that equals what it was is that value, also in another object: then nothing is traced."""
+def test_warp_retraces_only_if_struct_fields_change():
+    """Structs compare by their fields.  A caller may change a struct between calls."""
     traced = []
     f = xk.warp_kernel(warp_kernels().every, lambda *args: traced.append(args) or args[-1], launch_dims=(2, 3))
-    values = values_of_every_kind()
+    values = values_of_all_types()
     settings = deepcopy(values["s"])
     for gain, n_traced in ((1.5, 1), (4.0, 2), (1.5, 2)):
         settings.gain = gain
@@ -4304,7 +4304,7 @@ def test_warp_struct_that_changes_is_another_value():
         assert len(traced) == n_traced
 
 
-def test_warp_outputs_of_empty_launches_are_what_they_start_from_or_zeros(warp_path):
+def test_warp_empty_launch_returns_zeros_or_aliased_input(warp_platform):
     options = {"launch_dims": 0, "in_out_argnames": ["out"]}
     x, starts = jnp.arange(4.0), jnp.ones((2, 3))
     check_close(jax.vmap(xk.warp_kernel(warp_kernels().add_up, like_last, **options), (None, 0))(x, starts), starts)
@@ -4315,9 +4315,9 @@ def test_warp_outputs_of_empty_launches_are_what_they_start_from_or_zeros(warp_p
 # -- derivatives ---------------------------------------------------------------------------------------
 
 
-def test_warp_adjoints_change_no_outputs(warp_path):
-    """Warp runs the functions that a kernel calls again in the adjoint, which also changes its cotangent."""
-    options = {"differentiable": True, "zero_outputs": False}  # as the kernel stores in `out` before it adds to it
+def test_warp_adjoint_preserves_outputs_and_cotangents(warp_platform):
+    """In its adjoint, Warp calls helpers again, and it overwrites cotangents."""
+    options = {"differentiable": True, "zero_outputs": False}  # the kernel stores to `out` before it adds to it
     f = xk.warp_kernel(warp_kernels().store_and_add, like_first, **options)
     out, pullback = jax.vjp(f, jnp.arange(1.0, 5.0), jnp.ones(4))
     ct = jnp.arange(4.0)
@@ -4327,8 +4327,8 @@ def test_warp_adjoints_change_no_outputs(warp_path):
 
 
 @pytest.mark.parametrize("kernel", ["doubles", "doubles_again"])
-def test_warp_custom_gradients_change_no_inputs(kernel, warp_path):
-    """Those that write to an array of floats, or count calls, and functions that are run again by another one."""
+def test_warp_custom_gradient_preserves_inputs(kernel, warp_platform):
+    """The gradient function writes to its input and counts calls.  The replay function is called by a helper."""
     f = xk.warp_kernel(getattr(warp_kernels(), kernel), like_last, differentiable=True)
     count, y, ct = jnp.zeros(3, jnp.int32), jnp.arange(1.0, 4.0), jnp.arange(3.0)
     out, pullback = jax.vjp(lambda y: f(count, y), y)
@@ -4336,11 +4336,11 @@ def test_warp_custom_gradients_change_no_inputs(kernel, warp_path):
     check_close((count, y, ct, out), ([0, 0, 0], [1, 2, 3], [0, 1, 2], [2, 8, 18]))
 
 
-# -- names, lifetime, threads --------------------------------------------------------------------------
+# -- targets, threads ------------------------------------------------------------------------------------
 
 
-def kernel_with_a_constant(constant):
-    """As generators make them: each call adds a kernel of the same name to one module, which is then built again."""
+def kernel_with_constant(constant):
+    """Create a kernel as a generator would.  Each call adds a kernel of this name to one module, and so rebuilds it."""
     c = wp.constant(constant)
 
     @wp.kernel(module=wp.get_module("generated"))
@@ -4351,69 +4351,68 @@ def kernel_with_a_constant(constant):
     return xk.warp_kernel(scaled, like_first)
 
 
-def test_warp_generated_kernels_are_theirs_by_constant_and_option(warp_path, monkeypatch):
-    """Options of the module count, which are no part of Warp's own hash."""
+def test_warp_target_depends_on_constants_and_module_options(warp_platform, monkeypatch):
+    """Warp's hash of a kernel does not contain the options of its module."""
     x = jnp.arange(3.0)
-    first = kernel_with_a_constant(2.0)
+    first = kernel_with_constant(2.0)
     for constant in (2.0, 3.0):
-        check_close(kernel_with_a_constant(constant)(x), constant * x)
-    check_close(first(x), 2 * x)  # although its module was built again
+        check_close(kernel_with_constant(constant)(x), constant * x)
+    check_close(first(x), 2 * x)  # although its module was rebuilt
     options = wp.get_module("generated").options
-    targets = [target_of(kernel_with_a_constant(2.0), x) for _ in range(2)]
+    targets = [target_of(kernel_with_constant(2.0), x) for _ in range(2)]
     monkeypatch.setitem(options, "fast_math", not options["fast_math"])
-    targets.append(target_of(kernel_with_a_constant(2.0), x))
-    check_close(kernel_with_a_constant(2.0)(x), 2 * x)
+    targets.append(target_of(kernel_with_constant(2.0), x))
+    check_close(kernel_with_constant(2.0)(x), 2 * x)
     assert targets[0] == targets[1] != targets[2]
 
 
-def test_warp_threads_that_call_kernels_of_one_module(warp_path, monkeypatch):
-    """How much Warp prints, which the library changes for a while, is the user's choice afterwards."""
+def test_warp_threads_share_a_module_and_restore_log_level(warp_platform, monkeypatch):
+    """The library changes `wp.config.log_level` while it builds."""
     monkeypatch.setattr(wp.config, "log_level", 20)
-    functions = {constant: kernel_with_a_constant(constant) for constant in (1.0, 2.0, 3.0)}
+    functions = {constant: kernel_with_constant(constant) for constant in (1.0, 2.0, 3.0)}
+    constants = [*functions, *functions]
+    barrier = threading.Barrier(len(constants))
 
-    def work(constant):
+    def call(constant):
+        barrier.wait()
         check_close(functions[constant](PAIR[0]), PAIR[0] * constant)
 
-    in_threads(work, [*functions, *functions])
+    in_threads(call, constants)
     assert wp.config.log_level == 20
 
 
-MEET = "out[0] = meet(x[0])"  # in C++ for CPUs alone
-SLICES = {  # how a kernel meets others: its body, options, threads that call it, and whether slices overlap
-    "as they come": (MEET, {}, 1, True),
-    "in order": (MEET, IN_ORDER, 1, False),
-    "on tiles": (f"wp.tile_store(out, wp.tile_load(x, shape=1))\n{MEET}", {"tiled": True}, 4, False),
+COUNT_THREADS = "out[0] = count_threads(x[0])"
+SLICE_ORDERS = {  # body, options, number of calling threads, rounds that a slice waits, whether slices run in parallel
+    "any order": (COUNT_THREADS, {}, 1, 2e8, True),
+    "sequential": (COUNT_THREADS, IN_ORDER, 1, 1e7, False),
+    "tiled": (f"wp.tile_store(out, wp.tile_load(x, shape=1))\n{COUNT_THREADS}", {"tiled": True}, 4, 1e7, False),
 }
 
 
 @needs_warp
 @pytest.mark.needs("cores")
-@pytest.mark.parametrize("how", SLICES)
-def test_warp_slices_of_a_batch_run_on_all_threads_unless_in_order_or_on_tiles(how):
-    """Warp keeps the CPU's memory of all tiles behind one pointer."""
-    body, options, n_threads, overlap = SLICES[how]
-    kernel = kernels_from({"meets": ("x: floats, out: floats", body)})["meets"]
+@pytest.mark.parametrize("order", SLICE_ORDERS)
+def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(order):
+    """Each slice waits for a second thread.  On CPUs, Warp has one memory for the tiles of all threads."""
+    body, options, n_threads, patience, is_parallel = SLICE_ORDERS[order]
+    kernel = kernels_from({"kernel": ("x: floats, out: floats", body)})["kernel"]
     run = jax.jit(jax.vmap(xk.warp_kernel(kernel, like_first, launch_dims=1, **options)))
-    patience = np.full((16, 1), 1e6, np.float32)
-    with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(100 if overlap else 5):  # a busy machine may leave the caller alone
-            most = max(np.max(result) for result in pool.map(run, [patience] * n_threads))
-            if most > 1:
-                break
-    assert (most > 1) == overlap
+    counts = []
+    in_threads(lambda x: counts.append(np.max(run(x))), [np.full((16, 1), patience, np.float32)] * n_threads)
+    assert (max(counts) > 1) == is_parallel
 
 
-# -- without a GPU: the path for GPUs, on the CPU ------------------------------------------------------
+# -- a fake GPU that runs launches on the CPU ------------------------------------------------------------
 
 
 def capsule_address(capsule):
-    """The address of the C function in a PyCapsule of JAX's, which has no name."""
+    """Return the address in a PyCapsule without a name, as JAX creates them for C functions."""
     get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     return get_pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, None)
 
 
 class FakeWarp(FakeGpus):
-    """Those for Warp, made of the CPU: Warp records launches there, which `libcuda` runs with what it gets."""
+    """A fake GPU for Warp.  Launches are recorded for the CPU, and the fake `libcuda` runs them on the CPU."""
 
     device = 1
     run = staticmethod(run_for_cuda)
@@ -4421,9 +4420,9 @@ class FakeWarp(FakeGpus):
     def __init__(self):
         super().__init__()
         self.make_array, self.record_on_cpu = wp.array.__init__, wp.launch
-        self.recorded = {}  # by CUfunction
-        self.z = ctypes.c_uint32(0)  # of the block, whose address is in machine code
-        self.lock = threading.Lock()  # of a launch, which changes z and the recorded launch
+        self.recorded = {}  # {CUfunction: (launch, its hooks, ordinal of the device)}
+        self.z = ctypes.c_uint32(0)  # blockIdx.z; its address is in compiled kernels
+        self.lock = threading.Lock()  # a launch changes z and the recorded launch
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         start = partial(ctypes.CFUNCTYPE, number, pointer)
         self.library = types.SimpleNamespace(
@@ -4444,7 +4443,8 @@ class FakeWarp(FakeGpus):
         monkeypatch.setattr(xk._LibCuda, "__init__", lambda libcuda: setattr(libcuda, "library", self.library))
         monkeypatch.setattr(wp, "launch", self.record)
         monkeypatch.setattr(wp.array, "__init__", make_on_cpu)
-        self.grids, self.others = [], set()  # of launches: what goes with their grids
+        self.grids = []  # one for each launch
+        self.settings = set()  # (block, shared memory, stream, ordinal) of the launches
         self.filled = []  # number of bytes of each memset
         z = f"*(unsigned*){ctypes.addressof(self.z)}ull"
         monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
@@ -4463,17 +4463,17 @@ class FakeWarp(FakeGpus):
         hooks = launch.hooks
         code = hooks.backward if launch.adjoint else hooks.forward
         ordinal = int(device.removeprefix("cuda:"))
-        function = ctypes.cast(code, ctypes.c_void_p).value + ordinal  # another one on each device
+        function = ctypes.cast(code, ctypes.c_void_p).value + ordinal  # each device has its own function
         launch.hooks = type(hooks)(*[ctypes.c_void_p(function)] * 2, block_dim + 1, block_dim + 1)
         launch.device = types.SimpleNamespace(is_cpu=False)
-        self.recorded.setdefault(function, (launch, hooks, ordinal))  # the first: another thread may read this one
+        self.recorded.setdefault(function, (launch, hooks, ordinal))  # keeps the first: other threads may use it
         return launch
 
     def launch(self, function, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
         with self.lock:
             self.grids.append((gx, gy, gz))
             launch, launch.hooks, ordinal = self.recorded[function]
-            self.others.add(((bx, by, bz), shared_memory, stream, ordinal))
+            self.settings.add(((bx, by, bz), shared_memory, stream, ordinal))
             for param, passed in zip(launch.params, params):
                 ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
             launch.device = wp.get_device("cpu")
@@ -4483,31 +4483,31 @@ class FakeWarp(FakeGpus):
 
 
 fake_warp = functools.cache(FakeWarp)
-needs_fake_gpu = pytest.mark.needs("warp", "no gpu")  # where there is a real one, the same kernels have run on it
+needs_fake_gpu = pytest.mark.needs("warp", "no gpu")  # a real GPU runs the same tests as `warp_gpu`
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    found = fake_warp()
-    found.patch(monkeypatch)
-    return found
+    gpu = fake_warp()
+    gpu.patch(monkeypatch)
+    return gpu
 
 
 @needs_fake_gpu
-def test_warp_on_fake_gpu(fake_gpu):
-    """Three slices, and the adjoint of each."""
+def test_warp_launches_on_device_and_stream_of_call(fake_gpu):
+    """The batch and its adjoint are one launch each."""
     args = sample(3, 2, 3), EVERY[1]
     f, expected = vmap_first(call_every, args), vmap_first(every_in_jax, args)
     check_close(fake_gpu.run(gradient(f, args), *args), gradient(expected, args)(*args), 1e-4)
     assert fake_gpu.traits(gradient(f, args), *args) == {1}
     assert fake_gpu.grids == [(2, 1, 3)] * 2
-    assert fake_gpu.others == {((4, 1, 1), 4 + 1, 0x5EED, 1)}  # on the stream and the device of the call
+    assert fake_gpu.settings == {((4, 1, 1), 4 + 1, 0x5EED, 1)}
 
 
 @needs_fake_gpu
 @pytest.mark.needs("warp 1.15")
-def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
-    """That of wp_cuda_launch_kernel."""
+def test_warp_grid_without_grid_stride_matches_wp_launch(fake_gpu):
+    """The expected grid is that of Warp's `wp_cuda_launch_kernel`."""
 
     @wp.kernel(module="unique", grid_stride=False)
     def nothing(out: floats):
@@ -4517,32 +4517,35 @@ def test_warp_grid_of_kernels_without_a_grid_stride(fake_gpu):
     assert fake_gpu.grids == [(2**19, 2, 1)]
 
 
-# -- a batch is one launch: on a GPU that is made of the CPU, and on a real one --------------------------
+# -- batch launches: on the fake GPU, and on a real one --------------------------------------------------
 
 
 class WarpBatch(typing.NamedTuple):
-    """A kernel on slices of its inputs."""
+    """A kernel, a batch of inputs, and a reference."""
 
     body: str
     inputs: tuple
-    in_jax: Callable  # the same of a slice
+    in_jax: Callable  # computes a slice
     parameters: str = "x: floats, y: floats, out: floats"
     options: typing.Any = types.MappingProxyType({})
-    values: tuple = ()  # of the parameters after the inputs
+    values: tuple = ()  # arguments after the inputs
     gradient: bool = False
     reason: str | None = None  # why three slices are three launches
 
     def op(self):
         options = {"outs": like_first, "differentiable": self.gradient, **self.options}
-        return xk.warp_kernel(kernels_of_batches()[self.parameters, self.body], **options)
+        return xk.warp_kernel(batch_kernels()[self.parameters, self.body], **options)
 
-    def check(self, gpu, n_launches):
-        function, in_jax = self.op(), self.in_jax
+    def functions(self):
+        """Return the kernel and the reference as functions of a slice, or their gradients."""
         if self.gradient:
-            function, in_jax = gradient(function, self.inputs), gradient(in_jax, self.inputs)
-        in_axes = [0 if len(x) == len(self.inputs[0]) else None for x in self.inputs]
-        expected = jax.vmap(in_jax, in_axes)(*self.inputs)
-        gpu.check(lambda *x: function(*x, *self.values), self.inputs, n_launches, expected)
+            return gradient(self.op(), self.inputs), gradient(self.in_jax, self.inputs)
+        op = self.op()
+        return lambda *x: op(*x, *self.values), self.in_jax
+
+    def vmap(self, function):
+        """Map the inputs that have as many slices as the first.  The others are unbatched."""
+        return jax.vmap(function, [0 if len(x) == len(self.inputs[0]) else None for x in self.inputs])
 
 
 def add_in_jax(x, y, *others):
@@ -4566,11 +4569,11 @@ def outputs_in_jax(x, k):
     return x * x[k], jnp.sin(x).sum(keepdims=True), jnp.ones(5, jnp.int32)
 
 
-def names_in_jax(x, y):
+def variables_in_jax(x, y):
     return jnp.stack([2.5 * y[0], y[1], 2.5 * y[2], y[1], 2.5 * y[4], y[1], 0])
 
 
-NAMES = """if i == 6: return
+VARIABLES = """if i == 6: return
 z = out
 for k in range(wp.static(6)):
     if k == i:
@@ -4584,7 +4587,7 @@ ADD = "out[i] = x[i] + 2.0 * y[i]"
 STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
 SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
 LONG, EMPTY = sample(3, 1030), np.zeros((3, 0), np.float32)
-OF_THE_USER = "it calls C++, or has adjoints or code transformers, of your own"
+USER_CODE = "it calls C++, or has adjoints or code transformers, of your own"
 WARP_BATCHES = {
     "shared operand": WarpBatch(ADD, SHARED, add_in_jax),
     "1,000 slices": WarpBatch(ADD, (sample(1000, 16), sample(1000, 16)), add_in_jax),
@@ -4620,21 +4623,21 @@ WARP_BATCHES = {
     "0-d and empty": WarpBatch("out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), EMPTY),
                                add_in_jax, "x: floats, y: floats, z: floats, out: floats", {"launch_dims": 7}),
     "nothing": WarpBatch(ADD, (EMPTY, EMPTY), add_in_jax),
-    "names": WarpBatch(NAMES, PAIRS, names_in_jax, options={"zero_outputs": True}),
+    "names": WarpBatch(VARIABLES, PAIRS, variables_in_jax, options={"zero_outputs": True}),
     "an overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], double_in_jax,
                              "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
     "in order": WarpBatch(ADD, PAIRS, add_in_jax, options=IN_ORDER,
                           reason="vmap_method says that slices run in order"),
-    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], lambda x: x + 1, X_OUT, reason=OF_THE_USER),
+    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], lambda x: x + 1, X_OUT, reason=USER_CODE),
     "an adjoint": WarpBatch("out[i] = y[i] * double(y, count, i)", (np.zeros((3, 7), np.int32), PAIRS[0]),
                             lambda count, y: 2 * y * y, "count: ints, y: floats, out: floats", {"outs": like_last},
-                            gradient=True, reason=OF_THE_USER),
+                            gradient=True, reason=USER_CODE),
 }  # fmt: skip
 
 
 @functools.cache
-def kernels_of_batches():
-    kernels = kernels_of_programs([(batch.parameters, batch.body) for batch in WARP_BATCHES.values()], "batches")
+def batch_kernels():
+    kernels = kernels_in_module([(batch.parameters, batch.body) for batch in WARP_BATCHES.values()], "batches")
     for program, kernel in kernels.items():
         if kernel.is_generic:
             kernels[program] = wp.overload(kernel, [floats, floats])
@@ -4652,27 +4655,29 @@ def warp_on_gpu(request, monkeypatch):
     return LaunchCounter(run_for_cuda)
 
 
-@pytest.mark.parametrize("kind", WARP_BATCHES)
-def test_warp_a_batch_is_one_launch(warp_on_gpu, kind, reasons):
-    batch = WARP_BATCHES[kind]
+@pytest.mark.parametrize("batch", WARP_BATCHES.values(), ids=[*WARP_BATCHES])
+def test_warp_batch_is_one_launch(warp_on_gpu, batch, reasons):
+    """Rows with a reason are three launches, for three slices.  A gradient has a second launch, of the adjoint."""
+    function, in_jax = batch.functions()
     n_launches = 3 if batch.reason else min(1, batch.inputs[0].size)
-    batch.check(warp_on_gpu, n_launches * (1 + batch.gradient))
+    expected = batch.vmap(in_jax)(*batch.inputs)
+    warp_on_gpu.check(function, batch.inputs, n_launches * (1 + batch.gradient), expected)
     assert reasons() == {batch.reason} - {None}
 
 
 @needs_warp
-@pytest.mark.parametrize("kind", WARP_BATCHES)
-def test_warp_a_batch_on_the_cpu(kind):
-    """Gradients, too: of several outputs, through views, of vectors and matrices, and of what a batch shares."""
-    WARP_BATCHES[kind].check(LaunchCounter(run_on_gpu), 0)
+@pytest.mark.parametrize("batch", WARP_BATCHES.values(), ids=[*WARP_BATCHES])
+def test_warp_batch_on_cpu(batch):
+    function, in_jax = map(batch.vmap, batch.functions())
+    check_close(jax.jit(function)(*batch.inputs), in_jax(*batch.inputs), 1e-4)
 
 
 @pytest.mark.parametrize("n_threads", [1, 64])
-def test_warp_tiles_need_whole_blocks(warp_path, n_threads):
-    """Of a GPU; one of the CPU has one thread."""
-    kernel, x = kernels_of_batches()[X_OUT, TILES], sample(128)
+def test_warp_tiles_need_whole_blocks_on_gpu(warp_platform, n_threads):
+    """On a CPU, a block has one thread."""
+    kernel, x = batch_kernels()[X_OUT, TILES], sample(128)
     f = xk.warp_kernel(kernel, like_first, launch_dims=(2, n_threads), block_dim=64)
-    if warp_path == "cpu" or n_threads == 64:
+    if warp_platform == "cpu" or n_threads == 64:
         check_close(f(x), 2 * x)
     else:
         with pytest.raises(ValueError, match=r"all 64 threads of a block .* are 2 threads.*Pass tiled=True"):
@@ -4680,7 +4685,7 @@ def test_warp_tiles_need_whole_blocks(warp_path, n_threads):
 
 
 def fresh_kernel(**options):
-    """x + factor * y, by a kernel that no other test has made."""
+    """Return a new kernel for x + factor * y, with a factor of its own."""
     factor = next(KERNEL_NUMBERS)
 
     @wp.kernel(module="unique", **options)
@@ -4691,7 +4696,7 @@ def fresh_kernel(**options):
     return fresh
 
 
-def test_warp_batches_share_a_kernel_in_all_threads_and_whatever_their_slices_share(warp_on_gpu, monkeypatch):
+def test_warp_batch_kernel_built_once_for_all_threads_and_operands(warp_on_gpu, monkeypatch):
     built, make = [], xk._create_batch_kernel
     monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or make(*args))
     op = xk.warp_kernel(fresh_kernel(), like_first)
@@ -4701,19 +4706,19 @@ def test_warp_batches_share_a_kernel_in_all_threads_and_whatever_their_slices_sh
 
 
 @pytest.mark.needs("warp 1.15")
-def test_warp_batch_of_a_kernel_without_a_grid_stride_is_one_launch(warp_on_gpu):
+def test_warp_batch_without_grid_stride_is_one_launch(warp_on_gpu):
     warp_on_gpu.check(xk.warp_kernel(fresh_kernel(grid_stride=False), like_first), PAIRS, 1)
 
 
-NESTED = {  # where the axes of x and y are in the outer batches and the inner ones, their shapes, and launches
-    "one step apart": (((0, None), (0, None)), (3, 2, 7), (7,), 1),
-    "not one step apart": (((0, None), (None, 0)), (3, 7), (2, 7), 3),  # a launch for each inner loop
+NESTED = {  # in_axes from the outer vmap to the inner one, shapes of x and y, number of launches
+    "constant stride": (((0, None), (0, None)), (3, 2, 7), (7,), 1),
+    "no constant stride": (((0, None), (None, 0)), (3, 7), (2, 7), 3),  # a launch for each outer slice
     "70,000 slices": (((0, 0),), (70_000, 7), (70_000, 7), 2),  # a grid has 65,535 blocks along z
 }
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_warp_nested_batches(warp_on_gpu, kind):
+def test_warp_nested_batch_takes_fewest_launches(warp_on_gpu, kind):
     axes, *shapes, n_launches = NESTED[kind]
     f, in_jax = WARP_BATCHES["shared operand"].op(), add_in_jax
     for in_axes in reversed(axes):
@@ -4725,8 +4730,8 @@ def test_warp_nested_batches(warp_on_gpu, kind):
 
 
 @needs_fake_gpu
-def test_warp_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monkeypatch):
-    """An exported program may have a batch of it, in a process that lowers none."""
+def test_warp_batch_kernel_built_at_trace_if_named(fake_gpu, monkeypatch):
+    """An exported program may contain a batch, and run in a process that lowers no batch."""
     monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
     kernel = fresh_kernel()
     for options, n_handlers in ({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1):
@@ -4739,7 +4744,7 @@ def test_warp_batch_is_built_when_a_kernel_with_a_name_is_traced(fake_gpu, monke
 
 
 @pytest.mark.needs("warp_gpu")
-def test_warp_batches_over_a_mesh_are_a_launch_on_each_device(monkeypatch):
+def test_warp_batch_over_mesh_is_one_launch_per_device(monkeypatch):
     count_launches(monkeypatch)
     mesh = jax.make_mesh((len(jax.devices("cuda")),), "i", devices=jax.devices("cuda"))
     x, y = sample(8, 7), sample(7, seed=1)
@@ -4750,24 +4755,27 @@ def test_warp_batches_over_a_mesh_are_a_launch_on_each_device(monkeypatch):
     check_close(results, x + 2 * y)
 
 
-def test_warp_batch_is_a_launch_for_each_slice_after_all(warp_on_gpu, reasons, monkeypatch):
-    """By something that is known when its kernel is made or built.  Its numbers are those of before."""
+FALLBACKS = {  # why a batch is three launches: the logged reason, and a change to the kernel or the library
+    "code transformers": ("it .* code transformers", lambda kernel: (kernel.adj, "transformers", [ast.NodeTransformer()])),
+    "changed captured value": (
+        "what it names is something else", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
+    "failed build": ("(?i).*(build|compil)", lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
+    "too many registers": (
+        "it does not fit then; .* at most 255 thre", lambda kernel: (xk._LibCuda, "limit", lambda *args: 255)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_warp_batch_fallback(warp_on_gpu, reasons, monkeypatch, reason):
+    """The first call compiles the kernel, so later launches also use the values captured then."""
+    pattern, change = FALLBACKS[reason]
     kernel = fresh_kernel()
     op, (x, y), factor = xk.warp_kernel(kernel, like_first), PAIRS, kernel.func.__closure__[0].cell_contents
     warp_on_gpu.run(op, x[0], y[0])
-    changes = {  # by the reason: what is something else then
-        "it .* code transformers": (kernel.adj, "transformers", [ast.NodeTransformer()]),
-        "what it names is something else": (kernel.func.__closure__[0], "cell_contents", 0.5),
-        "(?i).*(build|compil)": (xk, "_MOVE_SNIPPET", "this is no C++ {field}"),
-        # as its registers leave few threads, for which a mere number stands
-        "it does not fit then; .* at most 255 thre": (xk._LibCuda, "limit", lambda *args: 255),
-    }
-    for reason, change in changes.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(xk, "_BATCH_KERNELS", xk._BoundedCache())
-            patch.setattr(*change)
-            warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
-        assert any(re.match(reason, text) for text in reasons())  # Warp 1.14 says once that it cannot build a kernel
+    monkeypatch.setattr(*change(kernel))
+    warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
+    (found,) = reasons()
+    assert re.match(pattern, found)
 
 
 # -- inputs are never changed, and outputs start from something ----------------------------------------
@@ -4854,7 +4862,7 @@ WARP_STORES = [  # statements that store in the output, and change no input
     "m = wp.outer(x[i], x[i])\nm[0, 0] = 1.0\nout[i] = m[0, 0] + m[1, 1]",
     "last = y[1:]\nout[i] = last[i] * wp.sin(y[i])",
 ]
-X_AND_Y = sample(3, 2), sample(3, seed=1)
+VECTORS_AND_FLOATS = sample(3, 2), sample(3, seed=1)
 
 
 @functools.cache
@@ -4864,12 +4872,12 @@ def warp_programs():
     if conftest.missing("warp 1.19") is None:
         statements.append(WRITE_BY_REF)
     programs = [(f"x: vectors, y: floats, out: {TYPES_OF_OUT.get(body, 'floats')}", body) for body in statements]
-    return dict(zip(statements, kernels_of_programs(programs, "programs", ", enable_backward=False").values()))
+    return dict(zip(statements, kernels_in_module(programs, "programs", ", enable_backward=False").values()))
 
 
 def launched(kernel, out):
     """What the arrays are after a launch of Warp's own of two threads, of which the output starts from this."""
-    pairs = zip((*X_AND_Y, out), kernel.adj.args)
+    pairs = zip((*VECTORS_AND_FLOATS, out), kernel.adj.args)
     on_warp = [wp.array(np.array(array), dtype=x.type.dtype, device="cpu") for array, x in pairs]
     wp.launch(kernel, dim=2, inputs=on_warp, device="cpu")
     return tuple(array.numpy() for array in on_warp)
@@ -4883,9 +4891,9 @@ def test_warp_kernel_that_writes_to_an_input_is_refused(statement):
     kernel = warp_programs()[statement]
     written = "x" if re.search(r"\bx[\[,]", statement) else "y"
     with pytest.raises(TypeError, match=f"(writes|may write) to input '{written}'.*in_out_argnames"):
-        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *X_AND_Y)
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *VECTORS_AND_FLOATS)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
-    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*X_AND_Y)
+    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*VECTORS_AND_FLOATS)
     check_close(results, launched(kernel, np.zeros(3, np.float32)))
 
 
@@ -4895,9 +4903,9 @@ def test_warp_kernel_that_adds_to_an_output_starts_from_zeros(statement):
     kernel, out = warp_programs()[statement], spec(3, 2) if statement in TYPES_OF_OUT else spec(3)
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
     for _ in range(2):
-        check_close(xk.warp_kernel(kernel, out, launch_dims=2)(*X_AND_Y), launched(kernel, zeros)[2])
+        check_close(xk.warp_kernel(kernel, out, launch_dims=2)(*VECTORS_AND_FLOATS), launched(kernel, zeros)[2])
     in_place = xk.warp_kernel(kernel, out, launch_dims=2, in_out_argnames=["out"])
-    check_close(in_place(*X_AND_Y, start), launched(kernel, start)[2])
+    check_close(in_place(*VECTORS_AND_FLOATS, start), launched(kernel, start)[2])
 
 
 @needs_warp
@@ -4911,25 +4919,25 @@ def test_warp_kernel_that_never_stores_to_an_output_is_rejected(statement):
 
     message = r"never stores to 'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
     with pytest.raises(TypeError, match=message):
-        trace(*X_AND_Y)
+        trace(*VECTORS_AND_FLOATS)
     with pytest.raises(TypeError, match=message):
-        trace(*X_AND_Y, X_AND_Y[1], in_out_argnames=["out"])
+        trace(*VECTORS_AND_FLOATS, VECTORS_AND_FLOATS[1], in_out_argnames=["out"])
     for zero_outputs in (True, False):
-        trace(*X_AND_Y, zero_outputs=zero_outputs)
-    trace(*X_AND_Y, outs=(), scratch=spec(3), has_side_effect=True)
+        trace(*VECTORS_AND_FLOATS, zero_outputs=zero_outputs)
+    trace(*VECTORS_AND_FLOATS, outs=(), scratch=spec(3), has_side_effect=True)
 
 
 @needs_warp
 def test_warp_kernel_that_stores_to_an_output_through_the_aliased_input_is_accepted():
     kernel = warp_programs()["y[i] = 1.0"]
     f = xk.warp_kernel(kernel, like_last, launch_dims=2, input_output_aliases={1: 0})
-    check_close(f(*X_AND_Y), [1, 1, X_AND_Y[1][2]])
+    check_close(f(*VECTORS_AND_FLOATS), [1, 1, VECTORS_AND_FLOATS[1][2]])
 
 
 CONDITIONAL = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_add(total, 0, work[i])"
 
 
-def test_warp_outputs_and_scratch_start_from_zeros_in_each_slice(warp_path):
+def test_warp_outputs_and_scratch_start_from_zeros_in_each_slice(warp_platform):
     """A store under a condition leaves zeros elsewhere, and a batch sets each buffer to zeros."""
     kernel = kernels_from({"positive": ("x: floats, out: floats, total: floats, work: floats", CONDITIONAL)})
     f = xk.warp_kernel(kernel["positive"], lambda x: (x, spec(1)), scratch=like_first)
@@ -4947,7 +4955,7 @@ def test_warp_a_batch_sets_each_new_buffer_to_zeros_once(fake_gpu):
     assert (len(fake_gpu.grids), fake_gpu.filled) == (1, [PAIRS[0].nbytes])
 
 
-def test_warp_kernel_with_a_side_effect_is_not_removed(warp_path):
+def test_warp_side_effect_keeps_unused_call(warp_platform):
     for has_side_effect in (True, False):
         f = product(has_side_effect=has_side_effect)
         text = jax.jit(lambda x, y: (f(x, y), x + y)[1]).lower(*PAIR).compile().as_text()
@@ -4956,13 +4964,13 @@ def test_warp_kernel_with_a_side_effect_is_not_removed(warp_path):
 
 
 @needs_warp
-def test_warp_input_of_one_vector_may_omit_its_leading_dimension():
+def test_warp_single_vector_may_omit_leading_dimension():
     matvec = xk.warp_kernel(warp_kernels().matvec, spec(1, 2))
     m, v = sample(2, 2), sample(2)
     check_close(matvec(m, v), (m @ v)[None])
 
 
-def kernel_with_a_table(table, module):
+def kernel_with_table(table, module):
     """Warp evaluates the `wp.static` only when it builds the kernel, because `j` is the variable of a loop."""
 
     @wp.kernel(module=module)
@@ -4984,12 +4992,12 @@ TABLES = {  # module, tables, whether a kernel is traced before the next is crea
 
 @needs_warp
 @pytest.mark.parametrize("case", TABLES)
-def test_warp_kernels_that_differ_only_in_a_deferred_static_are_warned_about(case, recwarn):
+def test_warp_deferred_static_warns_if_kernels_look_equal(case, recwarn):
     module, factors, in_turn, is_dangerous = TABLES[case]
     module = module if module == "unique" else wp.get_module(module)
     kernels = []
     for factor in factors:
-        kernels.append(kernel_with_a_table((factor, 2 * factor), module))
+        kernels.append(kernel_with_table((factor, 2 * factor), module))
         if in_turn:
             kernels[-1](THREE)
     warnings.simplefilter("always")
@@ -5007,11 +5015,11 @@ def test_warp_kernels_that_differ_only_in_a_deferred_static_are_warned_about(cas
 @pytest.mark.parametrize("statement", WARP_STORES)
 def test_warp_kernel_that_is_right_is_taken(statement):
     kernel = warp_programs()[statement]
-    result = xk.warp_kernel(kernel, like_last, launch_dims=2)(*X_AND_Y)
+    result = xk.warp_kernel(kernel, like_last, launch_dims=2)(*VECTORS_AND_FLOATS)
     check_close(result[:2], launched(kernel, np.zeros(3, np.float32))[2][:2])
 
 
-def test_warp_outputs_that_are_added_to_start_from_zeros(warp_path):
+def test_warp_outputs_that_are_added_to_start_from_zeros(warp_platform):
     """In each slice, of ops that register a kernel with this option."""
     op = xk.XLACustomKernel("adds")
     op.def_warp_kernel(warp_kernels().add_up, launch_dims=3, zero_outputs=True)
@@ -5085,16 +5093,16 @@ WARP_GRADIENTS = {  # a kernel on a row of x, the same in JAX, and of what the a
 
 
 @functools.cache
-def kernels_of_gradients():
-    return kernels_of_programs([("x: rows, out: floats", body) for body, _, _ in WARP_GRADIENTS.values()], "gradients")
+def gradient_kernels():
+    return kernels_in_module([("x: rows, out: floats", body) for body, _, _ in WARP_GRADIENTS.values()], "gradients")
 
 
 @needs_warp
 @pytest.mark.parametrize("case", WARP_GRADIENTS)
-def test_warp_gradient_is_right_or_warned_about_once(case):
+def test_warp_gradient_correct_or_warned_once(case):
     """Where a new Warp is right, its warning can go."""
     body, reference, stale = WARP_GRADIENTS[case]
-    kernel = kernels_of_gradients()["x: rows, out: floats", body]
+    kernel = gradient_kernels()["x: rows, out: floats", body]
     x = np.float32([[1.1, 0.7, 1.3, 0.9], [0.5, 1.5, 0.8, 1.2], [1.4, 1.1, 0.6, 1.7]])
 
     def call(x):
@@ -5146,15 +5154,15 @@ WARP_WITH_ZERO_DERIVATIVES = [  # statements that look like these, whose gradien
 
 
 @functools.cache
-def kernels_without_adjoint():
+def adjoint_kernels():
     statements = WARP_WITHOUT_ADJOINT + WARP_WITH_ZERO_DERIVATIVES
-    return kernels_of_programs([("x: rows, out: floats", body) for body in statements], "without_adjoint")
+    return kernels_in_module([("x: rows, out: floats", body) for body in statements], "without_adjoint")
 
 
 @needs_warp
 @pytest.mark.parametrize("statement", WARP_WITHOUT_ADJOINT + WARP_WITH_ZERO_DERIVATIVES)
-def test_warp_gradient_of_builtins_without_an_adjoint_is_warned_about(statement):
-    kernel = kernels_without_adjoint()["x: rows, out: floats", statement]
+def test_warp_gradient_of_builtin_without_adjoint_warned(statement):
+    kernel = adjoint_kernels()["x: rows, out: floats", statement]
     uses_tiles = "tile" in statement
     f = xk.warp_kernel(kernel, spec(3), launch_dims=3, block_dim=1 if uses_tiles else 256, differentiable=True)
     x = np.float32([[1.1, 0.7, 1.3, 0.9], [0.5, 1.5, 0.8, 1.2], [1.4, 1.1, 0.6, 1.7]])
@@ -5169,7 +5177,7 @@ def test_warp_gradient_of_builtins_without_an_adjoint_is_warned_about(statement)
 
 
 @needs_warp
-def test_warp_gradient_of_a_loop_that_is_not_unrolled_is_warned_about():
+def test_warp_gradient_warned_if_max_unroll_prevents_unrolling():
     kernel = kernel_with_body(f"i = wp.tid()\n{PRODUCT.replace('x.shape[1]', '3')}out[i] = s", x="rows")
     kernel.module.options["max_unroll"] = 0
     f = xk.warp_kernel(kernel, like_last, launch_dims=3, differentiable=True)
@@ -5219,7 +5227,7 @@ def test_warp_launch_has_as_many_dimensions_as_the_kernel_has_indices(start, dim
     ((), (3,), (1,), 3),
     ((), (1,), (1,), 1),
 ])  # fmt: skip
-def test_warp_default_launch_is_over_arrays_of_one_shape(x, y, out, n):
+def test_warp_default_launch_needs_arrays_of_one_shape(x, y, out, n):
     kernel = kernel_with_body("i = wp.tid()\nwp.atomic_add(out, 0, x[0] * s * y[0])", y="floats, s: float")
     f = xk.warp_kernel(kernel, spec(*out), zero_outputs=True)
     if isinstance(n, int):
@@ -5231,7 +5239,7 @@ def test_warp_default_launch_is_over_arrays_of_one_shape(x, y, out, n):
 
 
 @pytest.mark.needs("warp 1.19")
-def test_warp_deterministic_mode_on_the_cpu(monkeypatch):
+def test_warp_deterministic_mode_ignored_on_cpu(monkeypatch):
     """There it changes nothing, as in `wp.launch`; on a GPU it is refused when the launch is recorded."""
     monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
     kernel = kernel_with_body("wp.atomic_add(out, 0, x[i] * y[i])")
@@ -5245,7 +5253,7 @@ def test_warp_deterministic_mode_on_the_cpu(monkeypatch):
 THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
 
 
-def test_warp_arguments_as_kernels_take_them(warp_path):
+def test_warp_accepts_enums_numbers_and_null_arrays(warp_platform):
     kind = enum.IntFlag("Kind", "A B").B
     x = jnp.arange(3.0)
     f = xk.warp_kernel(warp_kernels().takes_many_kinds, like_first)
@@ -5254,7 +5262,7 @@ def test_warp_arguments_as_kernels_take_them(warp_path):
 
 
 @needs_warp
-def test_warp_arguments_bind_as_pythons():
+def test_warp_arguments_bind_by_position_or_name():
     f = xk.warp_kernel(warp_kernels().histogram, spec(3), zero_outputs=True)
     check_close(f(weight=jnp.int32(2), index=INTEGERS), [2, 2, 2])
     check_close(jax.jit(f, static_argnums=1)(INTEGERS, 0.5), [0.5, 0.5, 0.5])
@@ -5285,7 +5293,7 @@ def test_warp_names_the_settings_that_are_in_the_way(monkeypatch):
 
 
 @needs_warp
-def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monkeypatch):
+def test_warp_deterministic_launch_rejected(monkeypatch):
     launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
     monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
     with pytest.raises(
@@ -5296,7 +5304,7 @@ def test_warp_launches_that_are_more_than_the_start_of_a_kernel_are_refused(monk
 
 @needs_warp
 @pytest.mark.parametrize("platforms", [["cpu"], pytest.param(["cpu", "cuda"], marks=on_gpu)], ids=str)
-def test_warp_batches_of_any_size_are_exported(platforms):
+def test_warp_export_with_symbolic_batch_size(platforms):
     """A launch has other bytes on each platform."""
     (n,) = export.symbolic_shape("n")
     f = jax.vmap(product(launch_dims=lambda x, y: x.shape, name="for any number of slices"))
@@ -5307,7 +5315,7 @@ def test_warp_batches_of_any_size_are_exported(platforms):
 
 
 @needs_warp
-def test_warp_build_error_stays_an_error():
+def test_warp_build_error_raised_on_every_call():
     """Warp < 1.19 notes what failed, and leaves it out of later builds."""
 
     @wp.kernel(module=wp.get_module("broken"))
@@ -5319,7 +5327,7 @@ def test_warp_build_error_stays_an_error():
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
-def test_warp_is_missing(monkeypatch):
+def test_missing_warp_error_names_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "warp", None)
     with pytest.raises(ImportError, match=r"warp_kernel needs warp .*install it: pip install warp-lang numba"):
         xk.warp_kernel(like_first, spec(3))
@@ -5389,7 +5397,7 @@ def product_op(generator=lambda: operator.mul):
     return op
 
 
-def product_with_a_backward_pass():
+def product_with_vjp_rule():
     op = op_of(operator.mul)
 
     def forward(x, y):
@@ -5409,7 +5417,7 @@ def sum_of(f):
 
 
 WITHOUT_BATCHING_RULE = call_op(product_op(lambda: multiply_p.bind))
-WITH_BACKWARD_PASS = product_with_a_backward_pass()
+WITH_BACKWARD_PASS = product_with_vjp_rule()
 
 
 @pytest.mark.parametrize("multiply, transformation", [
@@ -5417,19 +5425,19 @@ WITH_BACKWARD_PASS = product_with_a_backward_pass()
     (WITHOUT_BATCHING_RULE, "grad_of_shard_map"),
     (WITH_BACKWARD_PASS, "shard_map_of_grad"),
 ])  # fmt: skip
-def test_op_without_a_batching_rule_or_with_a_backward_pass(multiply, transformation):
+def test_op_transforms_with_unbatched_primitive_or_vjp_rule(multiply, transformation):
     program = TRANSFORMATIONS[transformation]
     results = program(lambda x, y: [multiply(x, y)], *inputs_and_batch("hadamard", "float32"))
     check_close(results, expected_result("hadamard", transformation, "float32"))
 
 
-def test_op_kernels_that_close_over_traced_values_are_refused():
+def test_op_kernel_closing_over_tracer_rejected():
     """Also where no operand is traced."""
     with pytest.raises(TypeError, match=r"'op': .* traced values of its closure. Got .* as an operand"):
         jax.grad(lambda x: op_of(lambda y: x * y)(1.0, outs=spec()))(1.0)
 
 
-def test_op_kernels_know_no_axes_of_vmap():
+def test_op_kernel_may_use_mesh_axes_but_no_vmap_axes():
     total = call_op(op_of(lambda x: jax.lax.psum(x, "d")))
     with pytest.raises(NotImplementedError, match=r"'op': .* nor use axes of a vmap. It has NamedAxisEffect.*d"):
         jax.vmap(total, axis_name="d")(VECTOR)
@@ -5446,7 +5454,7 @@ OUTS = [  # what `outs` may be, and as what it is understood
 ]
 
 
-def test_op_returns_what_outs_describes():
+def test_op_result_has_structure_of_outs():
     """What an op remembers of a call is for its shapes, its dtypes and its structure."""
 
     op = op_of(lambda x: jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), understood))
@@ -5459,12 +5467,12 @@ def test_op_returns_what_outs_describes():
     (lambda x: {"low": x.min(), "top": x.max()}, [spec(), spec()]),
     (lambda x: (x.min(), x.max()), {"low": spec(), "high": spec()}),  # in which order?
 ])  # fmt: skip
-def test_op_refuses_another_structure(kernel, outs):
+def test_op_result_of_other_structure_rejected(kernel, outs):
     with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
         op_of(kernel)(VECTOR, outs=outs)
 
 
-class OfOtherLibrary:
+class DlpackArray:
     """What JAX sees by DLPack alone; NumPy 2.0 looks for its methods in the class."""
 
     def __init__(self, array):
@@ -5477,16 +5485,16 @@ class OfOtherLibrary:
         return self.array.__dlpack__(**options)
 
     def contiguous(self):
-        return OfOtherLibrary(self.array.copy())
+        return DlpackArray(self.array.copy())
 
 
-def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
+def test_op_accepts_numbers_and_arrays_of_other_libraries():
     """Or parts of such arrays."""
     negative = call_op(op_of(operator.neg))
     for operand in (2, types.SimpleNamespace(__jax_array__=lambda: jnp.int32(2))):
         check_close(negative(operand), np.int32(-2))
     for array in (VECTOR, ROWS[:, 1], ROWS[::-1]):
-        check_close(negative(OfOtherLibrary(array)), -array)
+        check_close(negative(DlpackArray(array)), -array)
     check_close(op_of(lambda: {"any container": np.float32([3, 4])})(outs=spec(2)), [3, 4])
     jax.jit(lambda x: add_one(types.SimpleNamespace(__jax_array__=lambda: x)))(F32)
     assert not any(issubclass(kind, jax.core.Tracer) for kind in xk._INPUT_TYPES)  # for which nothing is looked at
@@ -5499,14 +5507,14 @@ def test_op_operands_may_be_numbers_or_arrays_of_other_libraries():
     (lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)"),
 ])  # fmt: skip
 @pytest.mark.parametrize("call", [add_one, call_op(op_adding(a=1))], ids=["wrapper", "op"])
-def test_what_is_no_input_is_refused(call, make, text):
+def test_unsupported_input_rejected(call, make, text):
     """Also behind an array of the same kind."""
     call(F32)
     with pytest.raises(TypeError, match=f"'(add_one|op)': input 0.*{text}"):
         call(make())
 
 
-def test_op_tells_equal_parameters_apart():
+def test_op_distinguishes_equal_parameters_of_other_types():
     """The representations of those that Python calls equal have different lengths."""
     op = op_of(lambda x, k: x + len(repr(k)))
     values = [1, 1.0, True, np.float32(1), 0.0, -0.0, (np.float32(0.0),), (np.float32(-0.0),)]
@@ -5522,7 +5530,7 @@ def call_wrapper(x, outs):
 
 
 @pytest.mark.parametrize("call", [call_wrapper, op_with(lambda outs: wrap(outs=outs))], ids=["wrapper", "op"])
-def test_64_bits_where_x64_is_disabled(call):
+def test_disabled_x64_truncates_outs_but_not_arrays(call):
     """As JAX does: arrays keep them, and outs are truncated, unless they are allowed."""
     with x64():
         x = jnp.arange(3) + 2**40
@@ -5556,7 +5564,7 @@ NAMES_OF_BRAINEVENT = (
 
 
 @pytest.mark.needs("brainevent")
-def test_brainevents_names_and_signatures():
+def test_brainevent_signatures_accepted():
     """From BrainEvent, change the import: all but its own benchmark."""
     with warnings.catch_warnings(action="ignore"):
         theirs = importlib.import_module("brainevent._op")
@@ -5583,7 +5591,7 @@ def check_accepts(ours, theirs):
 # -- registration and dispatch -------------------------------------------------------------------------
 
 
-def test_op_change_reaches_warm_functions():
+def test_op_changed_default_reaches_compiled_functions():
     op = op_adding(a=1, b=2)
     add = call_op(op)
     calls = add, jax.jit(jax.vmap(add)), jax.jit(jax.vmap(call_op(op_of(add))))  # also in another op's kernel
@@ -5680,7 +5688,7 @@ def watch_clear_caches(monkeypatch):
     return calls
 
 
-def test_op_numba_kernel_after_a_warp_fallback_clears_caches(monkeypatch):
+def test_op_new_default_keeps_code_of_explicit_backend(monkeypatch):
     """A kernel that is named in the call is kept: only the default has changed."""
     op = xk.XLACustomKernel("op")
     op.def_warp_kernel(add_to(1))
@@ -5693,7 +5701,7 @@ def test_op_numba_kernel_after_a_warp_fallback_clears_caches(monkeypatch):
     assert len(cleared) == 1 and by_name(0) == 3 and by_default(0) == 2
 
 
-def test_op_kernel_of_another_ops_kernel_is_watched(monkeypatch):
+def test_op_change_of_inner_op_clears_caches(monkeypatch):
     """The inner op is lowered with the outer one only."""
     inner = op_adding(a=1)
     outer = jax.jit(call_op(op_of(call_op(inner))))
@@ -5705,7 +5713,7 @@ def test_op_kernel_of_another_ops_kernel_is_watched(monkeypatch):
     assert len(cleared) == 1 and outer(0) == 2
 
 
-def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
+def test_op_warp_is_cpu_default_only_without_other_backend():
     op = xk.XLACustomKernel("warp")
     call = partial(op, 0, outs=like_first)
     op.def_warp_kernel(add_to(1), asdefault=True)
@@ -5729,7 +5737,7 @@ def test_op_warp_serves_the_cpu_only_where_nothing_else_does():
     ("def_kernel", ("mine", "rocm"), "gpu", "mine"),
     ("def_kernel", ("mine", "METAL"), "METAL", "mine"),  # of a plugin
 ])  # fmt: skip
-def test_op_shorthands_and_decorators(name, args, platform, backend):
+def test_op_registration_methods_choose_platform_and_default(name, args, platform, backend):
     op, generator = xk.XLACustomKernel("op"), add_to(1)
     op.def_kernel("first", platform, generator)
     define = getattr(op, name)
@@ -5738,7 +5746,7 @@ def test_op_shorthands_and_decorators(name, args, platform, backend):
     assert define(*args, asdefault=True)(generator) is generator and op.defaults[platform] == backend
 
 
-def test_op_platform_is_that_of_the_lowering():
+def test_op_kernel_chosen_by_lowering_platform():
     op, values = xk.XLACustomKernel("where"), {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}
     for platform, value in values.items():
         op.def_kernel("jax", platform, add_to(value))
@@ -5749,7 +5757,7 @@ def test_op_platform_is_that_of_the_lowering():
 # -- what a generator makes -----------------------------------------------------------------------------
 
 
-def test_a_generator_that_computes_with_jnp_on_a_mesh():
+def test_op_generator_result_works_on_any_mesh():
     """What it makes serves on and off the mesh."""
     double = call_op(op_with(lambda outs: partial(jnp.multiply, 2 * jnp.ones(4))))
     rows = np.ones((8, 4), np.float32)
@@ -5761,7 +5769,7 @@ def test_a_generator_that_computes_with_jnp_on_a_mesh():
     check_close(double(rows), 2 * rows)
 
 
-def test_an_op_calls_a_generator_once_for_its_parameters():
+def test_op_generator_called_once_per_parameters():
     made = []
 
     def generator(outs, power):
@@ -5787,7 +5795,7 @@ def test_an_op_calls_a_generator_once_for_its_parameters():
      {"input_output_aliases": {0: 0}}),
     (numba.guvectorize("(n),(n)->(n)")(numba_multiply.py_func), {}),
 ], ids=["wrapper", "generator", "in place", "guvectorize"])  # fmt: skip
-def test_op_takes_ready_kernels(kernel, options):
+def test_op_accepts_decorated_kernels(kernel, options):
     op = xk.XLACustomKernel("multiply")
     assert op.def_numba_kernel(**options)(kernel) is kernel
     check_close(op(VECTOR, WEIGHTS, outs=[spec(8)])[0], VECTOR * WEIGHTS)
@@ -5810,7 +5818,7 @@ def test_op_outputs_of_decorated_kernels_start_from_zeros():
 # -- derivatives, and rules of one's own for batches ---------------------------------------------------
 
 
-def test_op_vjp_rule_with_integers():
+def test_op_vjp_rule_handles_integers_and_structured_outs():
     """It gets and returns what has the structure of outs; the cotangent of an integer may be JAX's own of no bits."""
 
     def sine_and_signs(x, n, a):
@@ -5849,7 +5857,7 @@ def test_op_rules_are_not_called_without_tangents_or_cotangents():
     assert len(seen) == 1
 
 
-def test_op_rules_get_zeros_in_the_shape_of_a_slice():
+def test_op_jvp_rule_gets_zero_tangents_of_slice_shape():
     op = op_of(operator.mul)
 
     @op.def_jvp_rule
@@ -5871,7 +5879,7 @@ def test_op_rules_get_zeros_in_the_shape_of_a_slice():
      "(float32[3,3,8]), but outs declares, with the batch"),
     ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),
 ])  # fmt: skip
-def test_op_rule_errors(method, rules, text):
+def test_op_rule_with_wrong_result_rejected(method, rules, text):
     """Rules of derivatives are for one slice."""
     op = product_op()
     getattr(op, method)(*rules)
@@ -5879,7 +5887,7 @@ def test_op_rule_errors(method, rules, text):
         jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1))(ROWS, ROWS)
 
 
-def test_op_newest_rules_reach_warm_functions():
+def test_op_redefined_rules_reach_compiled_functions():
     op = op_adding(a=1)
     derivative = jax.jit(jax.grad(call_op(op)))
     of_batch = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # also if bound by hand
@@ -5892,7 +5900,7 @@ def test_op_newest_rules_reach_warm_functions():
         assert of_batch(jnp.ones(1)) == value
 
 
-def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
+def test_defjvp_and_general_batching_rule_accept_primitives():
     xk.defjvp(multiply_p, lambda t, x, y: t * y, None)
     multiply = jax.jit(multiply_p.bind)
     check_close(jax.jvp(multiply, (VECTOR, VECTOR), (WEIGHTS, WEIGHTS)), (VECTOR**2, VECTOR * WEIGHTS))
@@ -5900,7 +5908,7 @@ def test_defjvp_and_general_batching_take_a_primitive_of_someone_else():
     check_close(batch(), (ROWS * VECTOR, 0))
 
 
-def test_general_batching_of_an_op():
+def test_general_batching_rule_accepts_ops():
     op = op_of(lambda x: {"sum": x + 1})
     for primitive in (op, op.primitive):
         batch, axes = xk.general_batching_rule(primitive, (ROWS,), (0,), outs={"sum": spec(8)})
@@ -5909,7 +5917,7 @@ def test_general_batching_of_an_op():
 
 
 @pytest.mark.parametrize("derivative, slopes", [([], [6, 4, 2]), ([lambda t, x, y: t, None], [1, 1, 1])])
-def test_op_batching_rule_does_the_innermost_vmap_beside_the_ops_derivatives(derivative, slopes):
+def test_op_batching_rule_handles_innermost_vmap(derivative, slopes):
     """Those of what the rule runs, if there are no others.  It serves until the general one is registered again."""
     op = op_of(operator.mul)
     if derivative:
