@@ -4054,7 +4054,38 @@ floats = wp and wp.array(dtype=float)
 
 # -- kernels compiled from text, and their helpers ------------------------------------------------------
 
-FUNCTIONS = """
+STRUCTS = {  # name: fields
+    "Params": "a: float; n: int",
+    "Holder": "a: floats",
+    "Box": "pos: floats; mass: floats",
+    "Inner": "axis: wp.vec3",
+    "Settings": "gain: float; inner: Inner; turn: wp.mat22",
+}
+HELPERS = {  # signature: body
+    "add(a: floats, i: int, value: float)": "a[i] += value",
+    "add_by_name(a: floats, i: int)": "add(i=i, a=a, value=1.0)",
+    "tail(a: floats)": "return a[1:]",
+    "second_and_tail(a: floats)": "return a[1], a[1:]",
+    "both_tails(a: floats, b: floats)": "return a[1:], b[1:]",
+    "add_to_held(h: Holder, i: int)": "h.a[i] += 1.0",
+    "kick(b: Box, i: int)": "b.pos[i] = 2.0 * b.mass[i]",
+    "point_to(b: Box, a: floats)": "b.pos = a",
+    "pick(first: bool, a: floats, b: floats)": "if first:\n    return a\nreturn b",
+    "flip_spins(a: floats, i: int)": "return -a[i]",
+    "place(a: floats, i: int, value: float)": "a[i] = value",
+    "total(x: rows, i: int)": "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\nreturn s",
+    "row_product(x: rows, i: int)": "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nreturn s",
+    "double(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
+    "double_again(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
+    "double_again_by_call(a: floats, count: ints, i: int)": "return double_again(a, count, i)",
+}
+
+
+def definition(decorator, signature, body):
+    return f"{decorator}\ndef {signature}:\n{textwrap.indent(body, '    ')}\n"
+
+
+DEFINITIONS = """
 import warp as wp
 from typing import Any
 floats = wp.array(dtype=float)
@@ -4067,96 +4098,23 @@ octets = wp.array(dtype=wp.uint8)
 bools = wp.array(dtype=wp.bool)
 cubes = wp.array4d(dtype=float)
 FACTOR = wp.constant(2.5)
-@wp.struct
-class Params:
-    a: float
-    n: int
-@wp.func
-def add(a: floats, i: int, value: float):
-    a[i] += value
-@wp.func
-def add_by_name(a: floats, i: int):
-    add(i=i, a=a, value=1.0)
-@wp.func
-def tail(a: floats):
-    return a[1:]
-@wp.func
-def second_and_tail(a: floats):
-    return a[1], a[1:]
-@wp.struct
-class Holder:
-    a: floats
-@wp.func
-def add_to_held(h: Holder, i: int):
-    h.a[i] += 1.0
-try:
+"""
+DEFINITIONS += "".join(f"@wp.struct\nclass {name}: {fields}\n" for name, fields in STRUCTS.items())
+DEFINITIONS += "".join(definition("@wp.func", signature, body) for signature, body in HELPERS.items())
+DEFINITIONS += """
+if hasattr(wp, "ref"):  # Warp >= 1.19
     @wp.func
     def set_ref(r: wp.ref[float]):
         r = 1.0
-except AttributeError:  # before Warp 1.19
-    set_ref = None
-@wp.struct
-class Box:
-    pos: floats
-    mass: floats
-@wp.func
-def kick(b: Box, i: int):
-    b.pos[i] = 2.0 * b.mass[i]
-@wp.func
-def point_to(b: Box, a: floats):
-    b.pos = a
-@wp.func
-def both_tails(a: floats, b: floats):
-    return a[1:], b[1:]
-@wp.func
-def pick(first: bool, a: floats, b: floats):
-    if first:
-        return a
-    return b
-@wp.func
-def flip_spins(a: floats, i: int):
-    return -a[i]
-@wp.func
-def place(a: floats, i: int, value: float):
-    a[i] = value
-@wp.struct
-class Inner:
-    axis: wp.vec3
-@wp.struct
-class Settings:
-    gain: float
-    inner: Inner
-    turn: wp.mat22
-@wp.func
-def total(x: rows, i: int):
-    s = float(0.0)
-    for j in range(x.shape[1]):
-        s += x[i, j]
-    return s
-@wp.func
-def row_product(x: rows, i: int):
-    s = float(1.0)
-    for j in range(x.shape[1]):
-        s = s * x[i, j]
-    return s
-@wp.func
-def double(a: floats, count: ints, i: int):
-    return 2.0 * a[i]
 @wp.func_grad(double)
 def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
     a[i] = 9.0
     wp.atomic_add(count, 0, 1)
-@wp.func
-def double_again(a: floats, count: ints, i: int):
-    return 2.0 * a[i]
 @wp.func_replay(double_again)
 def count_replays(a: floats, count: ints, i: int):
     wp.atomic_add(count, 0, 1)
     return 2.0 * a[i]
-@wp.func
-def double_again_by_call(a: floats, count: ints, i: int):
-    return double_again(a, count, i)
 @wp.func_native("return x + 1.0f;")
 def native(x: float) -> float: ...
 @wp.func_native('''
@@ -4173,10 +4131,10 @@ def count_threads(patience: float) -> float: ...  # waits for a second thread, a
 
 def kernels_from(sources, options="module='unique'"):
     """Return {name: kernel} for {name: (parameters, body)}.  A body that does not set `i` starts with i = wp.tid()."""
-    text = FUNCTIONS
+    text = DEFINITIONS
     for name, (parameters, body) in sources.items():
         start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
-        text += f"@wp.kernel({options})\ndef {name}({parameters}):\n{textwrap.indent(start + body, '    ')}\n"
+        text += definition(f"@wp.kernel({options})", f"{name}({parameters})", start + body)
     file = f"<kernels {next(KERNEL_NUMBERS)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Warp reads sources there
     namespace = {"__name__": "kernels"}
@@ -5537,21 +5495,14 @@ def test_op_accepts_numbers_and_arrays_of_other_libraries():
     check_close(jax.jit(lambda x: negative(types.SimpleNamespace(__jax_array__=lambda: x)))(F32), -F32)
 
 
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        pytest.param(lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref. Pass its value, x\[\.\.\.\]", id="Ref"),
-        pytest.param(
-            lambda: np.ones(4, [("a", "f4"), ("b", "i4")]),
-            r"number or an array.*one by one, x\['a'\]",
-            id="structured array",
-        ),
-        pytest.param(lambda: F32.astype(">f4"), r"got ndarray >f4.*newbyteorder\(", id="big-endian array"),
-        pytest.param(
-            lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)", id="list"
-        ),
-    ],
-)
+@pytest.mark.parametrize("make, text", [
+    pytest.param(lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref. Pass its value, x\[\.\.\.\]", id="Ref"),
+    pytest.param(lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), r"number or an array.*one by one, x\['a'\]",
+                 id="structured array"),
+    pytest.param(lambda: F32.astype(">f4"), r"got ndarray >f4.*newbyteorder\(", id="big-endian array"),
+    pytest.param(lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)",
+                 id="list"),
+])  # fmt: skip
 @pytest.mark.parametrize("call", [add_one, call_op(op_adding(a=1))], ids=["wrapper", "op"])
 def test_unsupported_input_rejected(call, make, text):
     """A previous call with an ordinary array does not make the check pass."""
@@ -5895,36 +5846,18 @@ def test_op_jvp_rule_gets_zero_tangents_of_slice_shape():
     check_close(jax.grad(sum_of(lambda x: multiply(x, ROWS + 1)))(ROWS), ROWS + 1)
 
 
-@pytest.mark.parametrize(
-    "method, rules, text",
-    [
-        pytest.param("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules", id="number of JVP rules"),
-        pytest.param(
-            "def_jvp_rule",
-            [lambda x, t: (x[:1], [t[0].astype(int)])],
-            "(int32[8]), but the outputs are (float32[8])",
-            id="JVP",
-        ),
-        pytest.param(
-            "def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])", id="transpose"
-        ),
-        pytest.param(
-            "def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write return results, residuals", id="VJP"
-        ),
-        pytest.param(
-            "def_batching_rule",
-            [lambda args, axes: (args[:1], [None])],
-            "(float32[3,3,8]), but outs declares, with the batch",
-            id="batching",
-        ),
-        pytest.param(
-            "def_batching_rule",
-            [lambda args, axes: (args[:1], [])],
-            "It returned 1 outputs and 0 axes",
-            id="batching without axes",
-        ),
-    ],
-)
+RULE_ERRORS = {  # method, rules, error text
+    "number of JVP rules": ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
+    "JVP": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
+    "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
+    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write return results, residuals"),
+    "batching": ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
+                 "(float32[3,3,8]), but outs declares, with the batch"),
+    "axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method, rules, text", RULE_ERRORS.values(), ids=[*RULE_ERRORS])
 def test_op_rule_with_wrong_result_rejected(method, rules, text):
     """The results of rules for derivatives are compared with the specs of one slice."""
     op = product_op()
