@@ -4144,6 +4144,7 @@ STRUCTS = {  # name: fields
     "Params": "a: float; n: int",
     "Holder": "a: floats",
     "Box": "pos: floats; mass: floats",
+    "Scaled": "a: floats; n: float",
     "Inner": "axis: wp.vec3",
     "Settings": "gain: float; inner: Inner; turn: wp.mat22",
 }
@@ -4895,6 +4896,7 @@ WARP_STORES = {  # stores to the output that change no input
     "store: copy of a vector and lower_bound":
         "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
     "store: field set later": "b = Box()\nb.pos = out\nb.mass = y\nb.pos[i] = b.mass[i]",
+    "store: updated number of a struct": "m = Scaled()\nm.a = y\nm.n = 1.0\nm.n += 1.0\nout[i] = m.a[i] * m.n",
     "store: helper of a struct": "b = Box(out, y)\nkick(b, i)",
     "store: copied struct": "b = Box(pos=out, mass=y)\nc = b\nc.mass = c.pos\nb.pos[i] = b.mass[i]",
     "store: helper that changes its struct": "b = Box(out, y)\npoint_to(b, y)\nb.pos[i] = b.mass[i]",
@@ -4966,7 +4968,7 @@ def test_warp_output_never_stored_rejected(name):
     def trace(*args, outs=like_last, **options):
         return jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *args)
 
-    message = r"never stores to 'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
+    message = r"never stores to .*'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
     for args, options in ((), {}), (VECTORS_AND_FLOATS[1:], {"in_out_argnames": ["out"]}):
         with pytest.raises(TypeError, match=message):
             trace(*VECTORS_AND_FLOATS, *args, **options)
@@ -5253,9 +5255,8 @@ def test_warp_launch_dims_must_match_indices_of_tid(case):
     kind, shape, start, wrong_dims, n_dims, n_indices = LAUNCHES[case]
     kernel = kernel_with_body(f"{start}\nout[i] = y[i]", x=kind)
     missing = "launch_dims is missing, .*" if wrong_dims is None else ""
-    with pytest.raises(
-        ValueError, match=rf"'kernel': {missing}.*is for {n_dims} indices, but wp.tid\(\) gives {n_indices}"
-    ):
+    text = rf"'kernel': {missing}.*has {n_dims} dimensions, but wp.tid\(\) gives {n_indices} indices"
+    with pytest.raises(ValueError, match=text):
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=wrong_dims), spec(*shape), spec(3))
     jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=(0,) * (n_indices or 1)), spec(*shape), spec(3))
 
@@ -5403,7 +5404,7 @@ def test_warp_debug_mode_aborts_at_index_out_of_bounds(tmp_path):
 
 def test_missing_warp_error_names_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "warp", None)
-    with pytest.raises(ImportError, match=r"warp_kernel needs warp .*install it: pip install warp-lang numba"):
+    with pytest.raises(ImportError, match=r"warp_kernel needs warp .*Install it: pip install warp-lang numba"):
         xk.warp_kernel(like_first, spec(3))
 
 
@@ -5620,7 +5621,7 @@ def test_disabled_x64_truncates_outs_but_not_arrays(call):
         assert got.dtype == np.int64 and got[0] == 2**40 + 1
         assert f(np.arange(3)).dtype == np.int32
     increment = partial(call, outs=spec(3, dtype=np.int64))
-    with pytest.warns(UserWarning, match="asks for int64, which JAX truncates to int32.*jax_enable_x64") as caught:
+    with pytest.warns(UserWarning, match="outs declares int64, which JAX truncates to int32.*jax_enable_x64") as caught:
         assert increment(np.arange(3)).dtype == np.int32
     assert {warning.filename for warning in caught} == {__file__}
     with conftest.configured("jax_explicit_x64_dtypes", "allow"):
@@ -5937,7 +5938,7 @@ RULE_ERRORS = {  # method, rules, error text
     "number of JVP rules": ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
     "JVP": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
-    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write return results, residuals"),
+    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write `return results, residuals`"),
     "batching": ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
                  "(float32[3,3,8]), but outs declares, with the batch"),
     "axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),
