@@ -4229,8 +4229,12 @@ def kernels_from(sources, options="module='unique'"):
     return {name: namespace[name] for name in sources}
 
 
+def kernel_from_text(parameters, body):
+    return kernels_from({"kernel": (parameters, body)})["kernel"]
+
+
 def kernel_with_body(body, x="floats", y="floats"):
-    return kernels_from({"kernel": (f"x: {x}, y: {y}, out: floats", body)})["kernel"]
+    return kernel_from_text(f"x: {x}, y: {y}, out: floats", body)
 
 
 def kernels_in_module(programs, module, options=""):
@@ -4440,7 +4444,7 @@ SLICE_ORDERS = {  # body, options, number of calling threads, rounds that a slic
 def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(order):
     """Each slice waits for a second thread.  On CPUs, Warp has one memory for the tiles of all threads."""
     body, options, n_threads, patience, is_parallel = SLICE_ORDERS[order]
-    kernel = kernels_from({"kernel": ("x: floats, out: floats", body)})["kernel"]
+    kernel = kernel_from_text("x: floats, out: floats", body)
     run = jax.jit(jax.vmap(xk.warp_kernel(kernel, like_first, launch_dims=1, **options)))
     counts = []
     in_threads(lambda x: counts.append(np.max(run(x))), [np.full((16, 1), patience, np.float32)] * n_threads)
@@ -4980,9 +4984,7 @@ def test_warp_output_never_stored_rejected(name):
 @pytest.mark.parametrize("key", [2, "v"])
 def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
     """The kernel may store through the aliased input, because it shares its memory with the output."""
-    kernel = kernels_from({"kernel": ("x: floats, gain: float, v: floats, out: floats", "v[i] += gain * x[i]")})[
-        "kernel"
-    ]
+    kernel = kernel_from_text("x: floats, gain: float, v: floats, out: floats", "v[i] += gain * x[i]")
     f = xk.warp_kernel(kernel, like_first, input_output_aliases={key: 0})
     x, v = sample(5), sample(5, seed=1)
     before = v.copy()
@@ -4998,9 +5000,7 @@ CONDITIONAL = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_
 
 def positive_numbers():
     """Return a kernel that stores to some elements of its output, and adds to an output and to scratch."""
-    kernel = kernels_from({"positive": ("x: floats, out: floats, total: floats, work: floats", CONDITIONAL)})[
-        "positive"
-    ]
+    kernel = kernel_from_text("x: floats, out: floats, total: floats, work: floats", CONDITIONAL)
     return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first)
 
 
@@ -5017,7 +5017,7 @@ def test_warp_outputs_and_scratch_start_from_zeros(warp_platform):
 def test_warp_batch_zeroes_each_new_buffer_once(fake_gpu):
     x = sample(6, 50)
     out, total = fake_gpu.run(jax.vmap(positive_numbers()), x)
-    check_close((out, total[:, 0]), (np.maximum(x, 0), (x > 0).sum(1)))
+    check_close((out, total[:, 0]), (np.maximum(x, 0), np.float32((x > 0).sum(1))))
     assert (len(fake_gpu.grids), sorted(fake_gpu.filled)) == (1, [4 * 6, x.nbytes, x.nbytes])
 
 
