@@ -198,7 +198,7 @@ def computing(request):
 
 
 # The library logs this text before the reason (`_log_per_slice_fallback`).
-PER_SLICE_FALLBACK = "a batch is a launch for each slice: "
+PER_SLICE_FALLBACK = "falls back to one launch per slice: "
 
 
 @pytest.fixture(autouse=True)

@@ -1327,7 +1327,7 @@ ERRORS = {
         (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(identity)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(identity, 3)),
         (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
-        (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x).*instead of target=\"parallel\"",
+        (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x). Drop target='parallel'",
          wrap, np.sin),
         (TypeError, "got builtin_function_or_method .*. Call it in a function: lambda x: math.sin(x)", wrap, abs),
         (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", wrap, jnp.sin),
@@ -1534,7 +1534,8 @@ ERRORS = {
         (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
         (ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. ", call_broken, "far"),
         (ValueError, "no backend '' for platform 'cpu'", call_broken, ""),
-        (KeyError, "Raised by .* backend 'raising' .* backend= .*: cpu: shape, raising", call_broken, "raising"),
+        (KeyError, "Raised by .* backend 'raising' .*backend= to use another one: shape, nothing", call_broken,
+         "raising"),
         (TypeError, "must return a decorated kernel.*Got None. .*pass lambda: f", call_broken, "nothing"),
         (TypeError, "a function f of arrays, pass lambda: f. .*'undecorated' takes (x, out)", call_broken,
          "undecorated"),
@@ -1780,6 +1781,13 @@ def test_what_has_no_variable_and_no_value_cannot_be_pickled(make):
         pickle.dumps(make())
 
 
+def test_kernels_of_a_module_named_like_builtins_are_pickled_by_reference(monkeypatch):
+    module = types.ModuleType("my_builtins")
+    module.kernel = wrap(kernel_from_body("out[:] = x"))
+    monkeypatch.setitem(sys.modules, "my_builtins", module)
+    assert pickle.loads(pickle.dumps(module.kernel)) is module.kernel
+
+
 def test_kernels_without_a_variable_are_sent_to_other_processes_by_value(monkeypatch):
     """Or with one of `__main__`, which another process has not."""
     divisor = 2
@@ -1896,11 +1904,11 @@ def test_a_batch_runs_on_one_thread_if_it_cannot_allocate_what_threads_share(fun
     class OutOfMemory(xk._BatchScheduler):
         def call(self, called, *args):
             if isinstance(called, str) and called == function:
-                return xk._Int64(self, self.value(0))
+                return self.constant(0)
             return super().call(called, *args)
 
     scheduler = xk._load_code(OutOfMemory().compile())
-    monkeypatch.setattr(xk, "_batch_scheduler", lambda: scheduler)
+    monkeypatch.setattr(xk, "_scheduler_engine", lambda: scheduler)
     outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
     call = wrap(spin_on_a_thread, outs, in_out_argnames=["x"], name=f"without {function}")
     x = np.arange(64.0)[:, None]
@@ -2511,13 +2519,33 @@ def test_kernels_that_differ_in_zeroed_outputs_have_different_targets():
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
-def test_what_starts_with_an_input_does_where_xla_lost_the_alias(batch):
+def test_aliased_output_initialized_without_xla_alias(batch):
     """An alias is a hint: fusions of slices on GPUs lose it.  Here the program has none."""
     accumulate = wrap(kernel_from_body("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
     assert (acc == 10).all()
+
+
+def test_a_call_without_outputs_runs_each_slice_if_the_last_input_is_unbatched():
+    kernel = kernel_from_body("if x[0] == last[0]: raise ValueError('found')", "x, last")
+    call = jax.jit(jax.vmap(wrap(kernel, (), has_side_effect=True), in_axes=(0, None)))
+    x = jnp.arange(5.0)[:, None]
+    assert call(x, jnp.full(1, 5.0)) == ()
+    jax.effects_barrier()
+    assert "found" in error_of(call, x, jnp.full(1, 4.0))
+
+
+def test_python_cannot_branch_on_a_value_of_the_generated_code():
+    with pytest.raises(TypeError, match="only when the generated code runs"):
+        bool(xk._IRBuilder().constant(1))
+
+
+def test_a_long_error_message_is_visibly_cut():
+    address = xk._store_error_message(ValueError("x" * 20_000), "kernel")
+    text = ctypes.string_at(address).decode()
+    assert len(text) < 11_000 and text.endswith("x [...] (raised in kernel 'kernel')")
 
 
 def test_scratch_is_no_result():
@@ -2755,14 +2783,28 @@ def test_a_lock_that_cannot_be_allocated_is_an_error(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
         with pytest.raises(MemoryError, match="lock for machine code"):
-            xk._native_lock("a lock of this test")
-    address = xk._native_lock("a lock of this test")
-    assert address and xk._native_lock("a lock of this test") == address
+            xk._native_lock_address("a lock of this test")
+    address = xk._native_lock_address("a lock of this test")
+    assert address and xk._native_lock_address("a lock of this test") == address
 
 
 def test_only_sets_of_literals_have_a_text_that_is_equal_in_all_processes():
     assert xk._exact_text({"nnan", "nsz"}) == xk._exact_text({"nsz", "nnan"})
-    assert xk._exact_text({object()}) is None
+    for value in ({object()}, {(1, object())}, {frozenset({"nnan", "nsz"})}):
+        assert xk._exact_text(value) is None
+
+
+def test_kernels_that_differ_in_a_constant_set_of_tuples_differ():
+    """`(a, b) in {(1, 2)}` is a frozenset of tuples in the kernel's code."""
+    kernels = [kernel_storing(f"1 if (x.size, x.ndim) in {{({size}, 1), (9, 9)}} else 0") for size in (4, 5)]
+    assert list(map(result_of, kernels)) == [1, 0]
+
+
+def test_a_captured_list_may_contain_itself():
+    """The kernel only has an attribute of this name, but the code does not show that."""
+    recursive = [1.0]
+    recursive.append(recursive)
+    assert result_of(kernel_storing("x[0] + x.size", size=recursive)) == 1 + F32.size
 
 
 def test_a_named_kernel_that_is_defined_again_is_the_same_if_it_is_unchanged():
@@ -5808,7 +5850,7 @@ def test_op_rules_get_zeros_in_the_shape_of_a_slice():
     ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
     ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
     ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (None, float32[8])"),
-    ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write return results, residuals"),
+    ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write `return results, residuals`"),
     ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
      "(float32[3,3,8]), but outs declares, with the batch"),
     ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),
