@@ -3304,7 +3304,7 @@ def test_fakecuda_cached_kernel_is_analyzed_but_not_recompiled(
         if is_correct:
             assert len(gpus.launches(op, F32)) == 1
         else:
-            with pytest.raises(TypeError, match="[Ii]nputs are read-only|in_out_argnames"):
+            with pytest.raises(TypeError, match=r"[Ii]nputs are read-only|in_out_argnames"):
                 run_for_cuda(op, F32)
         assert (cached.stats.cache_hits.total(), cached.stats.cache_misses.total()) == (n_found, 1 - n_found)
 
