@@ -3448,9 +3448,9 @@ CALLABLES = {  # bodies of callables that store 2 * x to `out`; or callables
     "slices of arrays": "for part in slice(0, 2), slice(2, None):\n"
                         "    add[1, 8, stream](x[part], x[part], out[part])",
     "other shape": "flat = x.reshape(x.size); add[1, 8, stream](flat, x.ravel(), out)",
-    "branch": "kernel = with_signature() if x.size < 3 else add; kernel[1, 8, stream](x, x, out)",
-    "signature": "with_signature()[1, 8, stream](x, x, out)",
-    "helper with signature": "with_helper_with_signature()[1, 8, stream](x, out)",
+    "branch": "kernel = with_signature if x.size < 3 else add; kernel[1, 8, stream](x, x, out)",
+    "signature": "with_signature[1, 8, stream](x, x, out)",
+    "helper with signature": "with_helper_with_signature[1, 8, stream](x, out)",
     "update of zeros": "for _ in range(2):\n    accumulate[1, 8, stream](x, out)",
     "workspace": "if x.shape not in workspaces:\n    workspaces[x.shape] = cuda.device_array(x.shape, x.dtype)\n"
                  "tmp = workspaces[x.shape]; copy[1, 8, stream](x, tmp); add[1, 8, stream](tmp, x, out)",
@@ -3472,6 +3472,7 @@ def test_on_cuda_callable_accepts_indirect_launches(style):
     if isinstance(launch, str):
         body = launch.replace("; ", "\n").replace("\n", "\n    ")
         names = {name: value for name, value in vars(CallableKernels).items() if not name.startswith("_")}
+        names |= {name: names[name]() for name in ("with_signature", "with_helper_with_signature")}
         launch = kernel_from_body(body, "x, out, stream", cuda=cuda, **names)
     op = xk.numba_cuda_callable(launch, like_first)
     batch = sample(2, 5)
