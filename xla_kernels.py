@@ -39,7 +39,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
 #     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
-#     8  Source analysis   the array accesses of Warp and Numba CUDA kernels
+#     8  Source analysis   the stores of Warp and Numba CUDA kernels to arrays
 #     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
@@ -68,7 +68,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     `_op_lowering`                                 chooses the backend, because now the platform is known
 #     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
 #
-# - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernelWithValues._find_target`.
+# - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernel._find_target`.
 # - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
 #   and returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
 # - A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
@@ -104,7 +104,6 @@ import copy
 import ctypes
 import dataclasses
 import dis
-import enum
 import functools
 import hashlib
 import importlib.util
@@ -134,7 +133,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-__version__ = "0.7.0"
+__version__ = "0.8.0"
 __all__ = [
     "KernelEntry",
     "XLACustomKernel",
@@ -3216,7 +3215,7 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # A new version of Numba may break:
 # - with an error: `library._final_module`, `library._shared_module`, `type_annotation.calltypes`, `.typemap` and
 #   `.blocks`, the status that `call_conv.call_function` returns;
-# - silently: the members of arrays (`_numba_array_members`; the matrix of the tests shows it), functions that write to
+# - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to
 #   read-only arrays (7.3; the tests' table of mistakes), and the name of the call that starts threads in LLVM's text
 #   (`_uses_threads`; test_the_life_of_a_process...).
 
@@ -3227,17 +3226,15 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-_UPDATED_IN_PLACE = (
-    "'NoneType' object has no attribute 'args'"  # Numba's text for `x += 1` if x is read-only (0.63-0.68)
-)
+# Numba 0.63 to 0.68 crash with this text if a kernel has `x += 1` for a read-only x.
+_INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
 _READ_ONLY_ADVICE = (
     "Inputs are read-only, because JAX may share them, and so are global arrays. Write to an output (a parameter after "
     "the inputs), list the input in in_out_argnames, or start an output from it with input_output_aliases."
 )
 # {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.
 _ADVICE = {
-    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only|"
-    + _UPDATED_IN_PLACE: _READ_ONLY_ADVICE,
+    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only": _READ_ONLY_ADVICE,
     r"must have void return type|to none": "A kernel with parameters for its outputs returns nothing, but this one "
     "returns a value. Write it to an output: `out[:] = value`.",
     r"(?s)Known signatures:.*64|mismatch: (double|i64)": "JAX truncates 64-bit inputs to 32 bits, but the kernel has a "
@@ -3261,12 +3258,13 @@ _ADVICE = {
     "@numba.njit (for a GPU: @cuda.jit).",
     r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples and NumPy arrays, but no "
     "dict, list or object. Pass its values as inputs, or assign them to variables: gain = params['gain'].",
+    # Numba 0.63 only has the second text.
     r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
-    "none can be keyword-only. Make it an input, or a variable of the closure.",  # Numba 0.63 only has the second text
+    "none can be keyword-only. Make the keyword-only parameter an input, or a variable of the closure.",
     r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns "
     "its outputs, or because scalars= lists it. Write q instead of q[()].",
 }
-_RETURNED = "returned_by_kernel"  # in adapters: numba_cuda_mlir 0.6.0 cannot compile `return kernel()`
+_RETURNED = "returned_by_kernel"  # the variable in adapters
 
 
 def numba_kernel(
@@ -3298,9 +3296,8 @@ def numba_kernel(
 
     **Outputs start from zeros.**  Zeros are the right start for sums only.  For a product, a minimum or a maximum,
     store the start first (`out[:] = np.inf`), or alias the output to an input.  If the kernel stores to every element,
-    `zero_outputs=False` saves the zeroing.  For `out[i] = x[i] + y[i]`, zeroing takes 2% of the time of a call on 16
-    floats, 10% on 1,000, 35% on 100,000 and 17% on 1,000,000; under `vmap` up to 8%.  Outputs that are returned, and
-    outputs aliased to an input, are not zeroed.
+    `zero_outputs=False` saves the zeroing, which takes 2% to 35% of the time of `out[i] = x[i] + y[i]`, depending on
+    the size.  Outputs that are returned, and outputs aliased to an input, are not zeroed.
 
     **Inputs never change.**  Numba compiles the kernel for read-only arrays, so most writes to inputs do not compile.
     If the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`,
@@ -3312,9 +3309,10 @@ def numba_kernel(
     `v = 0.5 * v + x` only creates a local variable.
 
     **Compilation.**  A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads
-    globals and closure variables.  If a plain function is wrapped again, they are read again.  Recreated kernels share
-    their code if their captured values are equal.  `cache=True` works, also with explicit signatures.  Integer
-    division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
+    globals and closure variables.  If a plain function is wrapped again, they are read again.  A kernel that is defined
+    again, for example in a loop, shares the code of the first if their captured values are equal.  `cache=True` works,
+    also with explicit signatures.  Integer division by zero raises, unless the kernel is decorated with
+    `error_model="numpy"`.
 
     **Execution.**  XLA may merge two equal calls, even if the kernel draws random numbers, unless
     `has_side_effect=True`.  Two calls with side effects are not ordered, unless one uses a result of the other.  Under
@@ -3334,7 +3332,7 @@ def numba_kernel(
       outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts (JAX would
         sort their keys), or a function of the inputs' `ShapeDtypeStruct`s that returns one of these.  The function
         runs when a call is traced.  The result has the structure of `outs`.
-      vmap_method: None, or one of the names that `jax.pure_callback` accepts.  With "sequential" and
+      vmap_method: one of the names that `jax.pure_callback` accepts, or None, which also works.  With "sequential" and
         "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise XLA's threads share them.
         The results are the same.  Default None.
       input_output_aliases: a dict `{i: j}`.  Output j starts with the value of input i (a number or a name), and uses
@@ -3343,8 +3341,8 @@ def numba_kernel(
       in_out_argnames: names of parameters that the kernel updates in place, in the order of its parameters.  Each is
         an input, and its new value is a result.  `outs` begins with their specs.  Default None.
       scalars: names of 0-d inputs that the kernel takes as scalars, or True for all.  Default False.  To compile a
-        constant into the kernel, use a closure variable instead.  Each value then is a kernel of its own, which takes
-        about 0.1 s and 1 MB that is never freed; 0.25 s and 3 MB if it has whole-array expressions or returns arrays.
+        constant into the kernel, use a closure variable instead.  Then each value compiles a new kernel, in about 0.1
+        to 0.25 s, and 1 to 3 MB of memory are never freed.
       has_side_effect: True keeps the call even if its results are not used.  Default False.
       scratch: temporary buffers: a spec, a tuple of specs, or a function like `outs`.  They are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
@@ -3418,9 +3416,10 @@ class _NumbaWrapper(_Wrapper):
         new_buffers = tuple(range(n_inputs + len(self.in_outs), n_buffers))  # the other outputs, and scratch
         zero_dim = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
         scalars = frozenset(i for i in zero_dim if i < len(self.parameters) and self.parameters[i] in self.scalars)
-        self._check_scalars(call.ins)
+        self._check_scalars(call.ins)  # the names of `*args` are not in `parameters`
         maps = [_ArgumentMap(n_buffers, (*input_buffers, *new_buffers), scalars)]
-        if may_return and new_buffers and len(call.outs) == call.n_results:
+        has_scratch = len(call.outs) > call.n_results
+        if may_return and new_buffers and not has_scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, new_buffers))
         kernel_signature = inspect.signature(_py_func(self.kernel))
         fitting = []
@@ -3432,9 +3431,9 @@ class _NumbaWrapper(_Wrapper):
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
             raise TypeError(
                 f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-                f"{kernel_signature}, but this call has {n_inputs} inputs and {n_buffers - n_inputs} outputs, scratch "
-                "included. List a parameter that is both input and output in in_out_argnames, or wrap the kernel in a "
-                "function that has constants in its closure."
+                f"{kernel_signature}, but this call has {n_inputs} inputs and {n_buffers - n_inputs} outputs, "
+                "scratch included, where in-out arguments count as both. List a parameter that is both input and "
+                "output in in_out_argnames, or wrap the kernel in a function that has constants in its closure."
             )
         return fitting
 
@@ -3442,10 +3441,9 @@ class _NumbaWrapper(_Wrapper):
         """Raise an error if a name that the user gave in `scalars` is not a 0-d input of this call."""
         if self.options.scalars is True:
             return
-        for name in self.parameters:
+        for i, name in enumerate(self.parameters):
             if name not in self.scalars:
                 continue
-            i = self.parameters.index(name)
             kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
             if i >= len(ins) or ins[i].shape:
                 raise ValueError(
@@ -3481,18 +3479,18 @@ class _NumbaKernel(_NumbaWrapper):
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
 
-        def compile_kernel() -> _CompiledHandler:
+        def compile_handler() -> _CompiledHandler:
             compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, call.n_results, checks_outputs)
             return compiler.compile_handler(argument_maps, in_order)
 
-        options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
-        specialization = _Specialization(signature, options, "cpu", self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_kernel)
-        where = (
+        key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
+        specialization = _Specialization(signature, key_options, "cpu", self.options.name)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_handler)
+        platform_hint = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
-        return _Target(name, platform="cpu", title=self.title, runs_on=where)
+        return _Target(name, platform="cpu", title=self.title, runs_on=platform_hint)
 
     def _dispatcher(self) -> Any:
         """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
@@ -3501,8 +3499,8 @@ class _NumbaKernel(_NumbaWrapper):
         kernel = self.kernel
         if isinstance(kernel, types.FunctionType):
             return numba.njit(kernel)
-        # If a kernel has explicit signatures, it compiles no others.  If Numba inlined the kernel into an adapter, the
-        # kernel's own options would be lost.
+        # Recreate a kernel that has explicit signatures, because it compiles no others, or `inline`, because a kernel
+        # that Numba inlines into an adapter loses its own options.  Ufuncs have no `_can_compile`; they stay.
         is_inlined = getattr(kernel, "targetoptions", {}).get("inline", "never") != "never"
         if getattr(kernel, "_can_compile", True) and not is_inlined:
             return kernel
@@ -3536,7 +3534,7 @@ class _ArgumentMap(NamedTuple):
         """Return whether the kernel takes all buffers as they are, in their order."""
         n_parameters = len(inspect.signature(_py_func(kernel)).parameters)
         takes_all = self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
-        return takes_all and n_parameters == len(_parameter_names(kernel))
+        return takes_all and n_parameters == len(_parameter_names(kernel))  # not for `*args`, which can be any number
 
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
@@ -3559,6 +3557,7 @@ class _ArgumentMap(NamedTuple):
         parameters = ", ".join(f"b{buffer}" for buffer in range(self.n_buffers))
         arguments = ", ".join(map(self._expression, self.args))
         lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *last_lines]
+        # numba_cuda_mlir 0.6.0 cannot compile `return kernel()`, so the result has a variable.
         namespace["kernel"] = kernel
         exec("\n    ".join(lines), namespace)
         return namespace["adapter"]
@@ -3592,7 +3591,7 @@ class _NumbaCompiler:
                 f"A kernel runs without Python. {self.title} uses Numba's object mode, which needs the GIL. Call "
                 "Python with jax.pure_callback, beside the kernel or instead of it."
             )
-        argument_map, overload = self._compile_first(argument_maps)
+        argument_map, overload = self._first_that_compiles(argument_maps)
         signature = self.signature
         if argument_map.results:
             signature = signature._replace(zeroed=())  # every element of an output is stored
@@ -3603,7 +3602,7 @@ class _NumbaCompiler:
         _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; slices {slices}")
         return compiled
 
-    def _compile_first(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
+    def _first_that_compiles(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
         """Return the first argument map with which the kernel compiles, and the compiled function of all buffers.
 
         If there is none, raise the error of the first map.
@@ -3611,81 +3610,74 @@ class _NumbaCompiler:
         errors = []
         for argument_map in argument_maps:
             try:
-                return argument_map, self._compile(argument_map)
+                return argument_map, self._compile_and_check(argument_map)
             except TypeError as error:
                 errors.append(error)
         raise errors[0]
 
-    def _compile(self, argument_map: _ArgumentMap) -> Any:
+    def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function that takes all buffers, after all checks."""
         from numba import types as nbtypes
 
+        readonly_error: Exception | None = None
         buffer_types = _array_types(nbtypes, self.signature)
-        refusal: Exception | None = None  # Numba's error for read-only inputs
         try:
-            call = self._compile_call(argument_map, buffer_types)
+            compiled = self._compile_kernel(argument_map, buffer_types)
         except Exception as error:
-            refusal = error
+            readonly_error = error
             buffer_types = _array_types(nbtypes, self.signature, readonly=False)
-            call = self._compile_writable_call(argument_map, buffer_types, refusal)
-        self._check_returned_types(argument_map, call)
+            try:
+                compiled = self._compile_kernel(argument_map, buffer_types)
+            except Exception:
+                raise _compile_error("Numba", self.signature, error) from error
+        self._check_returned_types(argument_map, compiled)
         if argument_map.results:
-            call = self._compile_stores(argument_map, call, buffer_types)
-        unwritten = _unwritten_buffers(call, self.signature)
-        self._check_inputs(argument_map, call, unwritten, refusal)
-        unstored = self._unstored_output(argument_map, call, unwritten)
-        if unstored is not None:
-            raise self._unstored_error(argument_map, unstored)
-        return call.overload
+            compiled = self._compile_stores(argument_map, compiled, buffer_types)
+        self._check_inputs(argument_map, compiled, readonly_error)
+        self._check_outputs(argument_map)
+        return compiled.overload
 
-    def _compile_call(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledCall:
-        """Compile a call of the kernel with buffers of these types; use an adapter only if it is needed."""
+    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
+        """Compile the kernel for buffers of these types.
+
+        Return the kernel itself if its parameters are all buffers, or if `_compile_stores` adapts it.  Otherwise return
+        an adapter that takes all buffers.
+        """
         import numba
 
-        can_compile = getattr(self.kernel, "_can_compile", False)  # False for ufuncs
+        can_compile = getattr(self.kernel, "_can_compile", False)  # ufuncs do not have it, and need an adapter
         if can_compile and argument_map.is_plain_for(self.kernel):
             return _compile_types(self.kernel, buffer_types)
         if can_compile and argument_map.results and len(argument_map.args) == len(self.parameters):
-            types_of_arguments = []
+            argument_types = []
             for buffer in argument_map.args:
                 is_scalar = buffer in argument_map.scalars
-                types_of_arguments.append(buffer_types[buffer].dtype if is_scalar else buffer_types[buffer])
-            return _compile_types(self.kernel, tuple(types_of_arguments))
+                argument_types.append(buffer_types[buffer].dtype if is_scalar else buffer_types[buffer])
+            return _compile_types(self.kernel, tuple(argument_types))
         adapter = numba.njit(argument_map.adapter(self.kernel, f"return {_RETURNED}"))
         return _compile_types(adapter, buffer_types)
 
-    def _compile_writable_call(
-        self, argument_map: _ArgumentMap, buffer_types: tuple, refusal: Exception
-    ) -> _CompiledCall:
-        """Compile a call with writable inputs.  If that fails, too, raise the error for read-only inputs."""
-        with contextlib.suppress(Exception):
-            return self._compile_call(argument_map, buffer_types)
-        raise _compile_error("Numba", self.signature, refusal) from refusal
-
-    # -- results --
-
-    def _check_returned_types(self, argument_map: _ArgumentMap, call: _CompiledCall) -> None:
+    def _check_returned_types(self, argument_map: _ArgumentMap, compiled: _CompiledFunction) -> None:
         """Raise an error if the kernel does not return what `outs` declares."""
-        returned = call.overload.signature.return_type
-        kinds = list(_returned_leaves(returned).values())
+        returned = compiled.overload.signature.return_type
+        leaves = list(_returned_leaves(returned).values())
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        wrong = [(kind, spec) for kind, spec in zip(kinds, declared) if not _can_store(kind, *spec)]
-        if not wrong and len(kinds) == len(declared):
+        wrong = [(leaf, spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
+        if not wrong and len(leaves) == len(declared):
             return
         if not argument_map.results:
-            unwritten = _unwritten_buffers(call, self.signature)
-            unstored = self._unstored_output(argument_map, call, unwritten)
-            if unstored is not None:
-                raise self._unstored_error(argument_map, unstored, "keep the `return`")
+            # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
+            self._check_outputs(argument_map, alternative="keep the `return`")
             raise TypeError(
                 f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
                 "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
             )
-        shown = ", ".join(f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in declared)
+        shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         fix = "Return one value for each of outs"
-        for kind, (dtype, rank) in wrong:
-            element, returned_rank = _element_and_rank(kind)
-            if len(kinds) == len(declared) and returned_rank == rank:
+        if wrong and len(leaves) == len(declared):
+            leaf, (dtype, rank) = wrong[0]
+            element, returned_rank = _element_and_rank(leaf)
+            if returned_rank == rank:
                 cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
                 fix = f"Return {cast}, or declare {element} in outs"
         raise TypeError(
@@ -3693,39 +3685,40 @@ class _NumbaCompiler:
             f"to float32), not to another. {self.title} returns {returned}, not {shown}. {fix}."
         )
 
-    def _compile_stores(self, argument_map: _ArgumentMap, call: _CompiledCall, buffer_types: tuple) -> _CompiledCall:
-        """Compile a function of all buffers that stores to the outputs what the call returns."""
+    def _compile_stores(
+        self, argument_map: _ArgumentMap, compiled: _CompiledFunction, buffer_types: tuple
+    ) -> _CompiledFunction:
+        """Compile a function of all buffers that stores to the outputs what the compiled function returns."""
         import numba
         from numba import types as nbtypes
 
-        leaves = _returned_leaves(call.overload.signature.return_type)
+        leaves = _returned_leaves(compiled.overload.signature.return_type)
         copies = []
         stores = []
-        for (value, kind), buffer in zip(leaves.items(), argument_map.results, strict=True):
-            if self.signature.aliases and len(leaves) > 1 and isinstance(kind, nbtypes.Array):
-                copies.append(f"r{buffer} = {value}.copy()")  # it may be a view of an output that is stored to before
+        for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
+            if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
+                # The value may be a view of an output that an earlier line overwrites.
+                copies.append(f"r{buffer} = {value}.copy()")
                 value = f"r{buffer}"
             if self.signature.ranks[buffer]:
                 stores.append(f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)")
             stores.append(f"b{buffer}[...] = {value}")
-        if call.dispatcher is not self.kernel:  # an adapter, which takes all buffers
+        if compiled.dispatcher is not self.kernel:  # an adapter, which takes all buffers
             n_buffers = argument_map.n_buffers
             argument_map = _ArgumentMap(n_buffers, tuple(range(n_buffers)))
-        adapter = argument_map.adapter(call.dispatcher, *copies, *stores, ShapeError=ShapeError)
+        adapter = argument_map.adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
-    # -- checks of reads and writes (7.3) --
-
     def _check_inputs(
-        self, argument_map: _ArgumentMap, call: _CompiledCall, unwritten: set[int], refusal: Exception | None
+        self, argument_map: _ArgumentMap, compiled: _CompiledFunction, readonly_error: Exception | None
     ) -> None:
-        """Raise an error if the kernel may write to an input."""
-        n_inputs = self.signature.n_in
-        aliased = dict(self.signature.aliases)
+        """Raise an error if the kernel may write to an input (see 7.3)."""
+        unwritten = _unwritten_buffers(compiled, self.signature)
+        safe = {*unwritten, *argument_map.scalars, *dict(self.signature.aliases)}
         names = []  # of the inputs that LLVM does not prove to be unwritten
-        for position, buffer in enumerate(argument_map.args):
-            if buffer < n_inputs and buffer not in {*unwritten, *argument_map.scalars, *aliased}:
-                names.append(self._parameter(position))
+        for parameter_index, buffer in enumerate(argument_map.args):
+            if buffer < self.signature.n_in and buffer not in safe:
+                names.append(self._parameter(parameter_index))
         if not names:
             return
         shown = " or ".join(map(repr, names))
@@ -3733,50 +3726,47 @@ class _NumbaCompiler:
             f"Write to an output, or list the input in in_out_argnames=[{names[0]!r}]. If the kernel does not write to "
             f"it, or only needs a copy, use {names[0]}.copy() there."
         )
-        if refusal:
-            text = _numba_text(refusal)
+        if readonly_error:
+            text = _plain_text(readonly_error)
             verb = "writes" if _find_advice(text) == _READ_ONLY_ADVICE else "may write"
             raise TypeError(
                 f"Inputs are read-only, because JAX may share them. {self.title} {verb} to its input {shown}: it "
-                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{_plain_text(text)}"
-            ) from refusal
-        statement = _find_bypass(call)
-        if statement is not None:
+                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{text}"
+            ) from readonly_error
+        statement = _find_bypass(compiled)
+        if statement is not None:  # else case 2: compiled for read-only arrays
             raise TypeError(
                 f"Inputs are read-only, because JAX may share them. {self.title} may write to its input {shown}: "
                 f"Numba ignores that the array is read-only in {statement}. {fix}"
             )
 
-    def _unstored_output(self, argument_map: _ArgumentMap, call: _CompiledCall, unwritten: set[int]) -> int | None:
-        """Return the position of the first output to which the kernel surely never stores."""
+    def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
+        """Raise an error if the kernel surely never stores to an output."""
         if not self.checks_outputs:
-            return None
-        n_inputs = self.signature.n_in
-        outputs = range(n_inputs, n_inputs + self.n_results)
-        for position, buffer in enumerate(argument_map.args):
-            is_unwritten_output = buffer in outputs and buffer in unwritten
-            if is_unwritten_output and _may_return(call.overload) and not _may_store(call, buffer):
-                return position
-        return None
+            return
+        only_read = _only_read(self.kernel)
+        outputs = range(self.signature.n_in, self.signature.n_in + self.n_results)
+        for parameter_index, buffer in enumerate(argument_map.args):
+            if buffer in outputs and parameter_index in only_read:
+                name = self._parameter(parameter_index)
+                store = f"{name}[:] = ..." if self.signature.ranks[buffer] else f"{name}[()] = ..."
+                raise _never_stored_error(self.title, name, store, alternative)
 
-    def _unstored_error(self, argument_map: _ArgumentMap, position: int, returns: str = "") -> TypeError:
-        name = self._parameter(position)
-        rank = self.signature.ranks[argument_map.args[position]]
-        return _never_stored_error(self.title, name, f"{name}[:] = ..." if rank else f"{name}[()] = ...", returns)
-
-    def _parameter(self, position: int) -> str:
-        """Return the name of the parameter at a position."""
-        return self.parameters[position] if position < len(self.parameters) else f"argument {position}"
+    def _parameter(self, parameter_index: int) -> str:
+        """Return the name of a parameter."""
+        if parameter_index < len(self.parameters):
+            return self.parameters[parameter_index]
+        return f"argument {parameter_index}"  # of `*args`
 
 
-class _CompiledCall(NamedTuple):
+class _CompiledFunction(NamedTuple):
     """A function that Numba has compiled for some types."""
 
     dispatcher: Any
     overload: Any
 
 
-def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledCall:
+def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledFunction:
     """Compile a dispatcher for these types."""
     import numba
 
@@ -3786,7 +3776,7 @@ def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledCall:
         # Numba warns if a typed dict or list takes a read-only array as a writable one.  `_find_bypass` finds that.
         warnings.filterwarnings("ignore", "unsafe cast from .*rray", numba.NumbaTypeSafetyWarning)
         dispatcher.compile(argument_types)
-    return _CompiledCall(dispatcher, dispatcher.overloads[argument_types])
+    return _CompiledFunction(dispatcher, dispatcher.overloads[argument_types])
 
 
 def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -3799,7 +3789,7 @@ def _array_types(nbtypes: Any, signature: _Signature, readonly: bool = True) -> 
     return tuple(array_types)
 
 
-class ShapeError(ValueError):
+class ShapeError(ValueError):  # public, because its name is in the error's text
     """A kernel returned an array whose shape differs from the one that `outs` declares."""
 
     def __str__(self) -> str:
@@ -3807,45 +3797,42 @@ class ShapeError(ValueError):
         return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
-def _returned_leaves(kind: Any, expression: str = _RETURNED) -> dict[str, Any]:
+def _returned_leaves(numba_type: Any, expression: str = _RETURNED) -> dict[str, Any]:
     """Return {expression: Numba type} for the scalars and arrays in a returned value."""
     from numba import types as nbtypes
 
-    if kind == nbtypes.none:
+    if numba_type == nbtypes.none:
         return {}
-    if not isinstance(kind, nbtypes.BaseTuple):
-        return {expression: nbtypes.unliteral(kind)}
+    if not isinstance(numba_type, nbtypes.BaseTuple):
+        return {expression: nbtypes.unliteral(numba_type)}
     leaves = {}
-    for i, item in enumerate(kind):
+    for i, item in enumerate(numba_type):
         leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
     return leaves
 
 
-def _can_store(kind: Any, dtype: np.dtype, rank: int) -> bool:
+def _can_store(numba_type: Any, dtype: np.dtype, rank: int) -> bool:
     """Return whether NumPy would store a value of a Numba type to an output, for example with `out=`."""
     from numba import from_dtype
 
-    element, returned_rank = _element_and_rank(kind)
+    element, returned_rank = _element_and_rank(numba_type)
     castable = [from_dtype(np.dtype(name)) for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
     return element in castable and returned_rank == rank
 
 
-def _element_and_rank(kind: Any) -> tuple[Any, int | None]:
+def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     """Return the element type and the rank of an array or a number.  The rank of any other value is None."""
     from numba import types as nbtypes
 
-    if isinstance(kind, nbtypes.Array):
-        return kind.dtype, kind.ndim
-    return kind, 0 if isinstance(kind, (nbtypes.Number, nbtypes.Boolean)) else None
+    if isinstance(numba_type, nbtypes.Array):
+        return numba_type.dtype, numba_type.ndim
+    return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
-def _numba_text(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _plain_text(text: str) -> str:
-    """Return the text of a Numba error; replace the one that is a fault of Numba."""
-    return "it updates an array in place" if _UPDATED_IN_PLACE in text else text
+def _plain_text(error: Exception) -> str:
+    """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
+    text = str(error) or type(error).__name__
+    return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
 
 
 def _find_advice(text: str) -> str | None:
@@ -3855,135 +3842,140 @@ def _find_advice(text: str) -> str | None:
 
 def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
-    text = _numba_text(error)
+    text = _plain_text(error)
     advice = _find_advice(text)
     zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
     if advice is None and 0 in signature.ranks:
         shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
         advice = (
-            f"An array without dimensions{shown} has no items n[i]; under vmap, each slice may have none. Read and "
-            "write it with n[()], or list an input in scalars=['n'] and read it as n."
+            f"An array without dimensions{shown} has no items n[i]; under vmap, a slice may have no dimensions. Read "
+            "and write it with n[()], or list an input in scalars=['n'] and read it as n."
         )
-    parts = [f"{compiler} cannot compile kernel {signature.label!r} for {signature}.", *([advice] if advice else [])]
-    return TypeError(f"{' '.join(parts)}\n{_plain_text(text)}")
+    summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
+    return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
 
 
 # -- 7.3 Reads and writes: what Numba's types and LLVM say about the buffers of a kernel ---------------
-# An input is safe in one of three cases, in this order:
+# An input is safe in case 1 or 2, otherwise the kernel is rejected.  Scalars and aliased inputs are not checked.
 # 1. LLVM proves that the machine code does not write to it.  LLVM infers the parameter attributes `readonly` (the
 #    function does not write through this pointer, or pointers derived from it) and `readnone`.  Plain loops and array
 #    expressions get them; kernels with tuples of arrays, BLAS, exceptions and parallel loops often do not.
 # 2. The kernel compiles for read-only arrays, and no statement bypasses them.  The types that Numba inferred show this
 #    for the kernel and its helpers, including views, tuples, aliases and closures.
-# 3. Otherwise the kernel is rejected.  This is the case for statements that bypass read-only arrays, and for kernels
-#    that compile for writable arrays only.
 #
-# An output is surely never stored to if LLVM infers `readonly` or `readnone`, and if no statement may store to it.  The
-# second condition is needed because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+# An output is surely never stored to if the kernel only reads it (`_only_read`).  LLVM's attributes do not show this,
+# because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
 
-def _unwritten_buffers(call: _CompiledCall, signature: _Signature) -> set[int]:
+def _unwritten_buffers(compiled: _CompiledFunction, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
-    function = _llvm_function(call.overload)
-    attributes = [b" ".join(argument.attributes).decode() for argument in function.arguments]
+    attributes = _llvm_attributes(compiled.overload)
     unwritten = set()
-    member = 2  # after the pointers to the returned value and to the exception
+    first_member = 2  # after the pointers to the returned value and to the exception
     for buffer, rank in enumerate(signature.ranks):
-        data = member + _DATA_MEMBER
-        if data < len(attributes) and re.search(r"\b(readonly|readnone)\b", attributes[data]):
+        if re.search(r"\b(readonly|readnone)\b", attributes[first_member + _DATA_MEMBER]):
             unwritten.add(buffer)
-        member += _DATA_MEMBER + 1 + 2 * rank  # data, shape and strides
+        first_member += _DATA_MEMBER + 1 + 2 * rank  # data, shape and strides
     return unwritten
 
 
-def _llvm_function(overload: Any) -> Any:
-    """Return the LLVM function of an overload, from an optimized module."""
+def _llvm_attributes(overload: Any) -> list[str]:
+    """Return the attributes of each parameter of an overload's LLVM function, as its optimized code has them."""
     library = overload.library
     module = library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
     name = overload.fndesc.llvm_func_name
     function = module.get_function(name)
-    result_attributes = b" ".join(next(function.arguments).attributes)
-    # An optimized function has one of these on the pointer to its result.  With NUMBA_OPT=0 it has none.
-    if b"writeonly" in result_attributes or b"readnone" in result_attributes:
-        return function
-    optimized = module.clone()
-    manager, builder = library._codegen._module_pass_manager(opt=3)
-    manager.run(optimized, builder)
-    return optimized.get_function(name)
+    # An optimized function has one of these on the pointer to its result.  With debug=True or NUMBA_OPT=0 it has none.
+    if not {b"writeonly", b"readnone"}.intersection(next(function.arguments).attributes):
+        module = module.clone()
+        manager, builder = library._codegen._module_pass_manager(opt=3)
+        manager.run(module, builder)
+        function = module.get_function(name)
+    return [b" ".join(argument.attributes).decode() for argument in function.arguments]
 
 
-def _may_return(overload: Any) -> bool:
-    """Return whether a function may return without an exception: whether its status may be 0."""
-    return re.search(r"\bret i32 (0\b|%)", str(_llvm_function(overload))) is not None
+def _only_read(kernel: Any) -> set[int]:
+    """Return the indices of the parameters that a kernel only reads.
+
+    Every use that is not known to be a read counts as a store.  For a kernel that always raises, return no indices.
+    """
+    from numba.core import compiler, ir, ssa
+
+    blocks = ssa.reconstruct_ssa(compiler.run_frontend(_py_func(kernel))).blocks.values()
+    if not any(isinstance(block.terminator, ir.Return) for block in blocks):
+        return set()
+    parameters = {}  # {variable: index of the parameter}
+    viewed: dict[str, list[str]] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
+    stored: list[Any] = []  # the variables that may be stored to
+    for statement in (statement for block in blocks for statement in block.body):
+        value = statement.value if isinstance(statement, ir.Assign) else statement
+        operation = value.op if isinstance(value, ir.Expr) else type(value).__name__
+        is_metadata = operation == "getattr" and value.attr in ("shape", "size", "ndim", "dtype")
+        if operation == "Arg":
+            parameters[statement.target.name] = value.index
+        elif operation in ("Var", "getattr", "getitem", "static_getitem", "phi") and not is_metadata:
+            viewed[statement.target.name] += statement.list_vars()
+        elif operation not in ("binop", "unary", "cast", "Return") and not is_metadata:
+            stored += statement.list_vars()
+    for variable in stored:  # the list grows in this loop
+        stored += viewed.pop(variable.name, [])
+        parameters.pop(variable.name, None)
+    return set(parameters.values())
 
 
-def _arrays_in(kind: Any) -> Iterator[Any]:
+def _arrays_in(numba_type: Any) -> Iterator[Any]:
     """Yield the array types in a Numba type, such as a tuple, a list, a dict or an iterator of arrays."""
     from numba import types as nbtypes
 
-    if isinstance(kind, nbtypes.Buffer):
-        yield kind
-    elif isinstance(kind, nbtypes.BaseTuple):
-        for item in kind:
+    if isinstance(numba_type, nbtypes.Buffer):
+        yield numba_type
+    elif isinstance(numba_type, nbtypes.BaseTuple):
+        for item in numba_type:
             yield from _arrays_in(item)
     else:
         for attribute in ("array_type", "dtype", "item_type", "value_type"):
-            inner = getattr(kind, attribute, None)
+            inner = getattr(numba_type, attribute, None)
             if isinstance(inner, nbtypes.Type):
                 yield from _arrays_in(inner)
 
 
-def _has_readonly(*kinds: Any) -> bool:
+def _has_readonly(*numba_types: Any) -> bool:
     """Return whether one of these Numba types is a read-only array, or contains one."""
-    return any(not array.mutable for kind in kinds for array in _arrays_in(kind))
+    return any(not array.mutable for numba_type in numba_types for array in _arrays_in(numba_type))
 
 
 # {function for which Numba ignores read-only arrays: (position of the argument, condition on the types of the returned
-# value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  Numba
-# 0.63 to 0.68 are known to have no others.
+# value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  No
+# others are known in Numba 0.63 to 0.68.
 _READONLY_BYPASSES: dict[Any, tuple[int, Callable[..., bool]]] = {
     # Numba >= 0.64; it copies if the layout differs.
     np.ascontiguousarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "C")),
     np.asfortranarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "F")),
     np.dot: (2, lambda *_: True),  # out=
     np.fill_diagonal: (0, lambda *_: True),
-    np.nan_to_num: (
-        0,
-        lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool")),
-    ),  # copy=
+    np.nan_to_num: (0, lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool"))),
     np.nditer: (0, lambda *_: True),  # yields writable views
 }
 
 
-def _find_bypass(call: _CompiledCall) -> str | None:
+def _find_bypass(compiled: _CompiledFunction) -> str | None:
     """Return a statement, in a function or its helpers, that bypasses read-only arrays; None if there is none."""
-    calls = [call]
-    visited = set()
-    for current in calls:  # the list grows in this loop
-        if id(current.overload) in visited:
-            continue
-        visited.add(id(current.overload))
-        if not _has_types(current) and not _references_bypass(current.dispatcher):
-            continue
-        annotation = _with_types(current).overload.type_annotation
-        for statement, target, kinds, returned in _typed_statements(annotation):
-            helpers = _called_helpers(target, kinds)
-            if helpers is None or _is_bypass(target, kinds, returned):
+    functions = [compiled]
+    for function in functions:  # the list grows in this loop
+        annotation = function.overload.type_annotation
+        if not hasattr(annotation, "calltypes"):  # from Numba's cache, which keeps the types as a text only
+            if not _references_bypass(function.dispatcher):
+                continue
+            recreated = _recreate_dispatcher(function.dispatcher)
+            annotation = _compile_types(recreated, function.overload.signature.args).overload.type_annotation
+        for statement, target_type, argument_types, returned in _typed_statements(annotation):
+            if not _has_readonly(target_type, *argument_types):
+                continue
+            helpers = _called_helpers(target_type, argument_types)
+            if helpers is None or _is_bypass(target_type, argument_types, returned):
                 return _show_statement(statement)
-            calls += helpers
+            functions += [helper for helper in helpers if helper not in functions]
     return None
-
-
-def _has_types(call: _CompiledCall) -> bool:
-    """Return whether Numba has the inferred types of a function.  Numba's cache keeps them as a text only."""
-    return hasattr(call.overload.type_annotation, "calltypes")
-
-
-def _with_types(call: _CompiledCall) -> _CompiledCall:
-    """Return the call itself if Numba has its inferred types, otherwise compile it again without Numba's cache."""
-    if _has_types(call):
-        return call
-    return _compile_types(_recreate_dispatcher(call.dispatcher), call.overload.signature.args)
 
 
 def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list, Any]]:
@@ -3994,19 +3986,15 @@ def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list, Any]]:
     from numba.core import ir
 
     for statement, signature in annotation.calltypes.items():
-        if signature is None:
-            continue
         if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
             yield statement, signature.args[0], [*signature.args[1:]], None
-        elif isinstance(statement, ir.Expr):
-            function = getattr(statement, "func", None) if statement.op == "call" else None
-            target = annotation.typemap.get(getattr(function, "name", None))
-            yield statement, target, [*signature.args], signature.return_type
+        elif signature is not None and isinstance(statement, ir.Expr) and statement.op == "call":
+            callee_type = annotation.typemap.get(statement.func.name)  # None: a function of Numba's parallel loops
+            yield statement, callee_type, [*signature.args], signature.return_type
     for statement in _statements(annotation.blocks):
-        if not isinstance(statement, ir.Assign) or not isinstance(statement.value, ir.Expr):
-            continue
-        if statement.value.op == "build_map":  # stores to a typed dict
-            items = [annotation.typemap[item.name] for pair in statement.value.items for item in pair]
+        value = statement.value if isinstance(statement, ir.Assign) else None
+        if isinstance(value, ir.Expr) and value.op == "build_map":  # stores to a typed dict
+            items = [annotation.typemap[item.name] for pair in value.items for item in pair]
             yield statement, annotation.typemap[statement.target.name], items, None
 
 
@@ -4016,96 +4004,76 @@ def _statements(blocks: Mapping[int, Any]) -> Iterator[Any]:
         for statement in block.body:
             yield statement
             if hasattr(statement, "loop_body"):  # a Parfor
-                yield from statement.init_block.body
-                yield from _statements(statement.loop_body)
+                yield from _statements({-1: statement.init_block, **statement.loop_body})
 
 
-def _is_bypass(target: Any, kinds: list, returned: Any) -> bool:
+def _is_bypass(target_type: Any, argument_types: list, returned: Any) -> bool:
     """Return whether a call, or a store to an item, may make a read-only array writable."""
     from numba import types as nbtypes
 
-    if isinstance(target, nbtypes.NumpyFlatType):  # `x.flat[0] = 1`
-        return _has_readonly(target)
-    container = getattr(target, "this", target)  # of a bound method
+    if isinstance(target_type, nbtypes.NumpyFlatType):  # `x.flat[0] = 1`
+        return _has_readonly(target_type)
+    container = getattr(target_type, "this", target_type)  # of a bound method
     if isinstance(container, (nbtypes.ListType, nbtypes.DictType)):  # typed containers take any array as writable
-        return any(array.mutable for array in _arrays_in(container)) and _has_readonly(*kinds)
-    function = getattr(target, "typing_key", None)
-    for known, (position, condition) in _READONLY_BYPASSES.items():
-        if function is known and position < len(kinds) and _has_readonly(kinds[position]):
-            given = [kind for kind in kinds if not isinstance(kind, nbtypes.Omitted)]  # without defaults
+        return any(array.mutable for array in _arrays_in(container)) and _has_readonly(*argument_types)
+    for function, (position, condition) in _READONLY_BYPASSES.items():
+        if getattr(target_type, "typing_key", None) is function and _has_readonly(*argument_types[position:][:1]):
+            given = [argument for argument in argument_types if not isinstance(argument, nbtypes.Omitted)]
             return condition(returned, *given)
     return False
 
 
-def _called_helpers(target: Any, kinds: list) -> list[_CompiledCall] | None:
-    """Return the helpers that a call runs with read-only arrays, as Numba compiled them for these types.
+def _called_helpers(callee_type: Any, argument_types: list) -> list[_CompiledFunction] | None:
+    """Return the helpers that a call runs, as Numba compiled them for these types.
 
-    A gufunc is compiled for writable arrays.  So compile its function for read-only inputs; return None if that fails.
+    The helper is the callee, or the argument of a library function such as functools.reduce.  A gufunc is compiled for
+    writable arrays.  So compile its function for read-only inputs.  Return None if that fails.
     """
-    from numba import types as nbtypes
-
-    if not _has_readonly(*kinds):
-        return []
-    gufunc = getattr(getattr(target, "typing_key", None), "gufunc_builder", None)
-    if gufunc is not None:
-        return _gufunc_loops(gufunc)
-    dispatcher = getattr(target, "dispatcher", None)
-    if dispatcher is not None:
-        overload = dispatcher.overloads.get(tuple(kinds))
-        return [_CompiledCall(dispatcher, overload)] if overload else []  # a call of itself is not compiled yet
-    helpers = []
-    for kind in kinds:  # a library function that calls a helper, such as functools.reduce
-        if isinstance(kind, nbtypes.Dispatcher):
-            helpers += [_CompiledCall(kind.dispatcher, overload) for overload in kind.dispatcher.overloads.values()]
-    return helpers
-
-
-def _gufunc_loops(builder: Any) -> list[_CompiledCall] | None:
-    """Compile the function of a gufunc with read-only inputs.  Return None if that fails."""
     import numba
-    from numba import types as nbtypes
 
-    n_inputs = len(builder.sin)
-    loops = []
-    for signature in builder._cres:
-        kinds = []
-        for i, kind in enumerate(signature.args):
-            is_input_array = i < n_inputs and isinstance(kind, nbtypes.Array)
-            kinds.append(kind.copy(readonly=True) if is_input_array else kind)
+    helpers = []
+    for dispatcher in [getattr(each, "dispatcher", None) for each in (callee_type, *argument_types)]:
+        if dispatcher is not None:
+            exact = dispatcher.overloads.get(tuple(argument_types))
+            overloads = [exact] if exact else dispatcher.overloads.values()
+            helpers += [_CompiledFunction(dispatcher, overload) for overload in overloads]
+    builder: Any = getattr(getattr(callee_type, "typing_key", None), "gufunc_builder", None)
+    for signature in builder._cres if builder else ():
+        array_types = list(signature.args)
+        for i in range(len(builder.sin)):
+            if hasattr(array_types[i], "mutable"):  # an array
+                array_types[i] = array_types[i].copy(readonly=True)
         try:
-            loops.append(_compile_types(numba.njit(builder.py_func), tuple(kinds)))
+            helpers.append(_compile_types(numba.njit(builder.py_func), tuple(array_types)))
         except Exception:
             return None
-    return loops
+    return helpers
 
 
 def _references_bypass(kernel: Any) -> bool:
     """Return whether a kernel or a helper references a function or a container for which `_is_bypass` may be true.
 
-    This only needs the code.  It spares kernels from Numba's cache a second compilation.
+    This only needs the code.  It spares most kernels from Numba's cache a second compilation, except those that use
+    `np.dot`, whose code does not show whether it has an argument `out`.
     """
     names = {"flat", "typed", "Dict", "List", "dict", *(function.__name__ for function in _READONLY_BYPASSES)}
-    functions = [_IdentityKey(function) for function in _READONLY_BYPASSES]
     for helper in _kernel_and_helpers(kernel):
         function = _py_func(helper)
         code = getattr(function, "__code__", _EMPTY_CODE)
-        if names.intersection(_referenced_names(code)) or _builds_dict(code):
+        values = [value for _, value in _captured_values(function)]
+        referenced = [*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)]
+        if names.intersection(referenced) or _builds_dict(code):
             return True
-        for _, value in _captured_values(function):
-            if hasattr(value, "gufunc_builder") or _IdentityKey(value) in functions:
-                return True
-            if str(getattr(value, "__module__", "")).startswith("numba.typed"):
-                return True
+        if any(hasattr(value, "gufunc_builder") for value in values):
+            return True
     return False
 
 
 def _builds_dict(code: types.CodeType) -> bool:
     """Return whether a code object, or a nested one, has a dict display, which is a typed dict in Numba."""
-    nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    has_map = any(
-        instruction.opname in ("BUILD_MAP", "BUILD_CONST_KEY_MAP") for instruction in dis.get_instructions(code)
-    )
-    return has_map or any(map(_builds_dict, nested))
+    if any(instruction.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for instruction in dis.get_instructions(code)):
+        return True
+    return any(_builds_dict(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
 def _show_statement(statement: Any) -> str:
@@ -4115,78 +4083,18 @@ def _show_statement(statement: Any) -> str:
     return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
 
 
-def _may_store(call: _CompiledCall, position: int, callers: tuple = ()) -> bool:
-    """Return whether a function may store to its argument at this position, or to a view of it.
-
-    Only uses that surely read count as reads, such as `x[i]`, `x.size` and `0.5 * x`.
-    """
-    from numba.core import ir
-
-    call = _with_types(call)
-    annotation = call.overload.type_annotation
-    statements = list(_statements(annotation.blocks))
-    assignments = [statement for statement in statements if isinstance(statement, ir.Assign)]
-    aliases: set[str] = set()  # the variables that are the argument itself
-    n_before = -1
-    while len(aliases) > n_before:
-        n_before = len(aliases)
-        for assignment in assignments:
-            value = assignment.value
-            is_argument = isinstance(value, ir.Arg) and value.index == position
-            if is_argument or (isinstance(value, ir.Var) and value.name in aliases):
-                aliases.add(assignment.target.name)
-    return any(_statement_may_store(x, aliases, annotation, (*callers, call.dispatcher)) for x in statements)
-
-
-def _statement_may_store(statement: Any, aliases: set[str], annotation: Any, callers: tuple) -> bool:
-    """Return whether a statement may store to one of the arrays in `aliases`, or may create a view of it."""
-    from numba import types as nbtypes
-    from numba.core import ir
-
-    if hasattr(statement, "loop_body"):  # a Parfor, whose statements are checked one by one
-        return False
-    used = {variable.name for variable in statement.list_vars()}
-    if isinstance(statement, ir.Assign):
-        used.discard(statement.target.name)
-    if not used & aliases or isinstance(statement, ir.Del):
-        return False
-    if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
-        return statement.target.name in aliases
-    if not isinstance(statement, ir.Assign):
-        return True
-    value = statement.value
-    if isinstance(value, ir.Var):
-        return False  # an alias
-    if not isinstance(value, ir.Expr):
-        return True
-    if value.op in ("getattr", "getitem", "static_getitem"):
-        result = annotation.typemap.get(statement.target.name)
-        is_number = isinstance(result, (nbtypes.Number, nbtypes.Boolean, nbtypes.DType))
-        is_shape = isinstance(result, nbtypes.UniTuple) and isinstance(result.dtype, nbtypes.Integer)
-        return not (is_number or is_shape)
-    if value.op == "call":
-        dispatcher = getattr(annotation.typemap.get(value.func.name), "dispatcher", None)
-        overload = dispatcher and dispatcher.overloads.get(annotation.calltypes[value].args)
-        if not overload or value.kws or value.vararg or dispatcher in callers:
-            return True
-        helper = _CompiledCall(dispatcher, overload)
-        positions = [i for i, argument in enumerate(value.args) if argument.name in aliases]
-        return any(_may_store(helper, i, callers) for i in positions)
-    return value.op not in ("binop", "unary", "arrayexpr")
-
-
 # -- 7.4 What the code of a kernel uses ----------------------------------------------------------------
 
 
 def _uses_object_mode(kernel: Any) -> bool:
     """Return whether a kernel or a helper references Numba's object mode, under any name.
 
-    If Python raises an exception in object mode on one of XLA's threads, Numba loses it.
+    Object mode needs the GIL, and on XLA's threads Numba loses an exception that it raises.
     """
     for function in _kernel_and_helpers(kernel):
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-        kinds = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
-        if "objmode" in names or "_ObjModeContextType" in kinds:
+        type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
+        if "objmode" in names or "_ObjModeContextType" in type_names:
             return True
     return False
 
@@ -4225,7 +4133,7 @@ class _NumbaEmitter(_Emitter):
                 self.lock_address = _native_lock_address("workqueue_lock")
 
         def report(error: int) -> int:
-            if not error:  # the exception belongs to another thread: object mode in a function pointer
+            if not error:  # lost in object mode that is reached through a function pointer (see `_uses_object_mode`)
                 return _store_error_message(RuntimeError("an exception that is lost in object mode"), label)
             return _store_error_message(ctypes.cast(error, ctypes.py_object).value, label)
 
@@ -4245,10 +4153,10 @@ class _NumbaEmitter(_Emitter):
         address = handler.data.kernel_address
         with handler.each_slice(buffers, count) as arrays:
             params = [handler.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
-            kinds = [nbtypes.intp] * len(params)  # the members of arrays are parameters; pointers are integers here
-            kind = conv.get_function_type(nbtypes.none, kinds).as_pointer()
-            entry = builder.inttoptr(address.value, kind)
-            status, _ = conv.call_function(builder, entry, nbtypes.none, kinds, params)
+            types_of_params = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
+            pointer_type = conv.get_function_type(nbtypes.none, types_of_params).as_pointer()
+            entry = builder.inttoptr(address.value, pointer_type)
+            status, _ = conv.call_function(builder, entry, nbtypes.none, types_of_params, params)
             with builder.if_then(status.is_error, likely=False):
                 handler.fail(frame, self._message(handler, context, status))
 
@@ -4266,10 +4174,11 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Source analysis: the arrays to which the source of a Warp or Numba CUDA kernel stores.
-# Warp has no read-only arrays, and Numba CUDA's atomics, cache-hinted stores and some views ignore them.  So the syntax
-# tree of a kernel, and of the functions that it calls, is run by abstract interpretation (alias analysis):
+# Warp has no read-only arrays.  Numba CUDA does not enforce the read-only flag in atomics, cache-hinted stores and some
+# views.  So the syntax tree of a kernel, and of the functions that it calls, is run by abstract interpretation:
 #
-# - The abstract value of a variable is the set of its possible values: views of parameters, functions, modules.
+# - The abstract value of a variable is the set of its possible values: functions, modules, and views of parameters.
+#   Numbers are omitted, so the empty set means "only numbers".
 # - Branches join these sets.  Loops run to a fixpoint.
 # - Both languages are small: no lists, generators, or classes with methods.  An array that is passed to anything
 #   unknown counts as "may be stored to".
@@ -4282,7 +4191,7 @@ class _NumbaEmitter(_Emitter):
 
 
 class _AbstractInterpreter:
-    """An interpreter of Python statements; a subclass defines the abstract values of expressions."""
+    """An interpreter of Python's statements, which runs all branches.  Subclasses define the values of expressions."""
 
     def __init__(self) -> None:
         self.variables: dict[str, set] = {}  # name -> abstract value
@@ -4290,6 +4199,10 @@ class _AbstractInterpreter:
     def evaluate(self, node: Any) -> set:
         """Return the abstract value of an expression."""
         raise NotImplementedError
+
+    def evaluate_children(self, node: Any) -> set:
+        """Return the union of the abstract values of the parts of an expression."""
+        return _union(map(self.evaluate, ast.iter_child_nodes(node)))
 
     def run(self, nodes: Iterable[Any]) -> None:
         """Run statements, or evaluate expressions, one after the other."""
@@ -4302,46 +4215,55 @@ class _AbstractInterpreter:
                 self.evaluate(test)
                 self.run_branches(body, orelse)
             case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                # "any index" is an unbound name, so its value is the empty set: an unknown number.
                 item = ast.Subscript(iterated, ast.Name("any index"))
-                self.run_loop([ast.copy_location(ast.Assign([target], item), node), *body])
-                self.run(orelse)
+                self.run_loop([ast.copy_location(ast.Assign([target], item), node), *body, *orelse])
             case ast.While(test=test, body=body, orelse=orelse):
-                self.run_loop([test, *body])
-                self.run(orelse)
+                self.run_loop([test, *body, *orelse])
             case ast.expr():
                 self.evaluate(node)
-            case ast.AST():  # another statement: its expressions run, and its blocks may run
-                for _, field in ast.iter_fields(node):
-                    self.run_branches(field if isinstance(field, list) else [field], [])
+            case _:  # another statement: each of its parts may run
+                for child in ast.iter_child_nodes(node):
+                    self.run_branches([child], [])
 
-    def run_branches(self, *blocks: Sequence[Any]) -> None:
+    def run_branches(self, first: Iterable[Any], second: Iterable[Any]) -> None:
         """Run alternatives from the same start, and join their results."""
-        before = self.variables
-        joined: dict[str, set] = {}
-        for block in blocks:
-            self.variables = dict(before)
-            self.run(block)
-            for name, values in self.variables.items():
-                joined[name] = joined.get(name, set()) | values
-        self.variables = joined
+        start = dict(self.variables)
+        self.run(first)
+        after_first, self.variables = self.variables, start
+        self.run(second)
+        for name, values in after_first.items():
+            self.variables[name] = self.variables.get(name, set()) | values
 
     def run_loop(self, body: Sequence[Any]) -> None:
-        """Run a loop until no abstract value changes."""
+        """Run a loop until no abstract value changes.
+
+        The loop ends because sets only grow, and a function has finitely many abstract values.
+        """
         before = None
         while self.variables != before:
-            before = self.variables
+            before = dict(self.variables)
             self.run_branches(body, [])
+
+
+def _union(sets: Iterable[set]) -> set:
+    return set().union(*sets)
+
+
+_UNKNOWN_NDIM = math.inf
+_MAX_PATH = 8  # bounds the abstract values of `t = (t, x)` in a loop
 
 
 class _ArrayView(NamedTuple):
     """An array in the memory of a parameter.
 
-    The abstract value of a tuple or struct is the set of the arrays in it, each with the path of fields to it.
+    A tuple or struct has no value of its own: it is the set of its arrays, each with its `path`.  For example,
+    `(x, (y, 2))` is the set of a view of `x` with the path `(0,)`, and a view of `y` with the path `(1, 0)`.
     """
 
     parameter: str
-    ndim: float = math.inf  # infinite if unknown; then it may also be a struct of unknown fields
-    path: tuple[Any, ...] = ()
+    ndim: float = _UNKNOWN_NDIM  # a view of unknown ndim may also be a tuple or struct
+    path: tuple[Any, ...] = ()  # indices of tuples and names of fields, the outermost first
     ignores_readonly: bool = False  # Numba CUDA takes this view for writable, even if the parameter is read-only
 
 
@@ -4349,27 +4271,32 @@ def _views(values: Iterable[Any]) -> list[_ArrayView]:
     return [value for value in values if isinstance(value, _ArrayView)]
 
 
-def _unknown_views(values: Iterable[Any], ignores_readonly: bool = False) -> set:
+def _unknown_views(values: Iterable[Any]) -> set:
     """Return views of these arrays with unknown dimensions."""
-    return {_ArrayView(x.parameter, ignores_readonly=ignores_readonly or x.ignores_readonly) for x in _views(values)}
+    return {view._replace(ndim=_UNKNOWN_NDIM, path=()) for view in _views(values)}
 
 
 def _pack(values: Iterable[Any], field: Any) -> set:
     """Return the abstract value of a tuple or struct that has these values in one field."""
-    return {view._replace(path=(field, *view.path)) for view in _views(values)}
+    result: set = set()
+    for view in _views(values):
+        is_deep = len(view.path) >= _MAX_PATH
+        result |= _unknown_views({view}) if is_deep else {view._replace(path=(field, *view.path))}
+    return result
 
 
 def _unpack(values: Iterable[Any], field: Any) -> set:
     """Return the arrays in a field of a tuple or struct."""
-    return {
-        view._replace(path=view.path[1:])
-        for view in _views(values)
-        if view.path[:1] == (field,) or (not view.path and view.ndim == math.inf)
-    }
+    result = set()
+    for view in _views(values):
+        if view.path[:1] == (field,) or (not view.path and view.ndim == _UNKNOWN_NDIM):
+            result.add(view._replace(path=view.path[1:]))
+    return result
 
 
 # -- 8.2 Library functions -----------------------------------------------------------------------------
-# A library function is recognized as an object, or by its module, because helpers may have the same names.
+# A library function is recognized by identity or by its module, not by its name, because helpers may have the same
+# names.  The exception are Warp's builtins, because Warp itself resolves them by name.
 
 # The effect of a builtin of Warp on an array argument; any other builtin may store to it.
 _WARP_EFFECTS = {
@@ -4377,13 +4304,15 @@ _WARP_EFFECTS = {
     "tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",  # to the first argument
     "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
     "volume_sample_grad_index",
-    "returns it": "copy select where",
+    "returns argument": "copy select where",
     "returns a view": "array view",
 }
 _WARP_EFFECT_OF = {name: effect for effect, names in _WARP_EFFECTS.items() for name in names.split()}
 _CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # beside the functions of `cuda.atomic`
+# Names in the code of a CUDA kernel whose stores may ignore the read-only flag.
+_IGNORE_READONLY_NAMES = _CUDA_STORES | {"atomic", "flat", "view"}
 _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
-_GLOBAL = "global "  # prefix of the name of a global device array, which is treated like a parameter
+_GLOBAL_PREFIX = "global "  # of the name of a global device array, which is treated like a parameter
 
 
 def _effect(function: Any) -> str:
@@ -4393,7 +4322,8 @@ def _effect(function: Any) -> str:
     *modules, name = _library_name(function).split(".")
     if "atomic" in modules or name in _CUDA_STORES:
         return "stores"
-    return "returns a view" if isinstance(function, type) else "unknown"  # such as a named tuple
+    is_class = isinstance(function, type)  # such as a named tuple; numba.cuda's functions are classes, too
+    return "returns a view" if is_class else "unknown"
 
 
 def _is_warp_builtin(function: Any) -> bool:
@@ -4411,7 +4341,8 @@ def _warp_function(value: Any, node: Any) -> Any:
 def _library_name(function: Any) -> str:
     """Return the name of a library function with its module, otherwise an empty string.
 
-    The simulator has functions such as `cuda.grid` only while a kernel runs.  Then `function` is the name.
+    The simulator has functions such as `cuda.grid` only while a kernel runs.  Otherwise the attribute is missing, and
+    `_attribute` returns its dotted name instead.
     """
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     name = function if isinstance(function, str) else name
@@ -4423,24 +4354,26 @@ def _attribute(owner: Any, name: str) -> set:
     if isinstance(owner, _ArrayView):
         if owner.path:
             return _unpack({owner}, name)
-        return set() if name in _ARRAY_METADATA else _unknown_views({owner}, ignores_readonly=name in ("flat", "view"))
-    with contextlib.suppress(Exception):  # attributes that are missing or have no hash
+        view = owner._replace(ndim=_UNKNOWN_NDIM, ignores_readonly=owner.ignores_readonly or name in ("flat", "view"))
+        return set() if name in _ARRAY_METADATA else {view}
+    try:
         return {getattr(owner, name)}
-    return {f"{getattr(owner, '__name__', owner)}.{name}"}
+    except Exception:  # the attribute is missing, or has no hash
+        return {f"{getattr(owner, '__name__', owner)}.{name}"}
 
 
-# -- 8.3 Accesses to arrays ----------------------------------------------------------------------------
+# -- 8.3 Stores to arrays ------------------------------------------------------------------------------
 
 
-class _Access(NamedTuple):
+class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
-    text: str  # source code
+    text: str  # the source in backticks, or a reason
     is_certain: bool
-    is_guarded: bool  # Numba CUDA rejects it if the array is read-only
+    numba_rejects: bool  # Numba CUDA raises an error if the array is read-only
 
 
-class _ArrayAccesses(_AbstractInterpreter):
+class _StoreAnalysis(_AbstractInterpreter):
     """The stores of a kernel, and of the functions that it calls, to the arrays of its parameters.
 
     `arguments` has the abstract argument of each parameter of the kernel: a view, or None if it is not an array.
@@ -4448,124 +4381,134 @@ class _ArrayAccesses(_AbstractInterpreter):
 
     def __init__(self, kernel: Any, arguments: Sequence[_ArrayView | None]) -> None:
         super().__init__()
-        self.accesses: dict[str, list[_Access]] = collections.defaultdict(list)  # by parameter
-        self.replayed: set[str] = set()  # parameters to which Warp's adjoint of the kernel stores again
+        self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
+        # Parameters to which Warp's adjoint of the kernel stores again.  It repeats the loads, calls and local
+        # assignments of the kernel, but no store to an element.  Calls, and stores to components, are repeated whole.
+        self.stored_in_replay: set[str] = set()
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` or `cuda.grid(n)` returns
         self.uses_tiles = False  # of Warp
-        self.has_own_code = False  # functions without source, C++ code, or adjoints of the user's
+        self.has_opaque_code = False  # functions without source, C++ code, or adjoints of the user's
         self.is_warp = hasattr(kernel, "adj")
         # (function, arguments) -> returned value, for each function that was interpreted, or is being interpreted
         self.results: dict[tuple[Any, frozenset], set] = {}
-        self.n_targets: dict[ast.expr, int] = {}  # call -> how many variables it is assigned to
+        self.n_assigned: dict[ast.expr, int] = {}  # expression -> how many variables it is assigned to
         self.depth = 0  # of calls
         positional = [{view} - {None} for view in arguments]
-        start = ast.Call(ast.Name("source not found: kernel"), [], [])
         try:
-            self.call(kernel, positional, {}, start)
+            self.call_user_function(kernel, positional, {}, "its source is not available")
         except RecursionError:  # in sums of hundreds of terms
-            self.note_unknown(set().union(*positional), start)
+            self.add_possible_store(_union(positional), "an expression of it is nested too deeply", numba_rejects=False)
 
-    def note(self, values: Iterable[Any], node: ast.AST, is_certain: bool = True, is_guarded: bool = False) -> None:
-        """Note a store to arrays."""
+    def add_store(self, values: Iterable[Any], node: Any, *, is_certain: bool, numba_rejects: bool) -> None:
+        """Add a store to arrays.  `node` is the syntax tree of the store, or a reason to expect one.
+
+        A view that ignores the flag still counts as rejected if the store is only possible.  Otherwise `x.view(...)`,
+        which is the call of an unknown method of such a view, would be an error.
+        """
         for view in _views(values):
-            is_rejected = is_guarded and not (is_certain and view.ignores_readonly)
-            access = _Access(ast.unparse(node), is_certain, is_rejected)
-            self.accesses[view.parameter].append(access)
+            text = node if isinstance(node, str) else f"`{ast.unparse(node):.80}`"
+            is_rejected = numba_rejects and not (is_certain and view.ignores_readonly)
+            self.stores[view.parameter].append(_Store(text, is_certain, is_rejected))
             if self.depth > 1 or not is_certain:
-                self.replayed.add(view.parameter)
+                self.stored_in_replay.add(view.parameter)
 
-    def note_unknown(self, values: Iterable[Any], node: ast.AST, is_guarded: bool = True) -> set:
-        """Note that these arrays may be stored to, and return the views that an unknown expression may result in."""
-        self.note(values, node, is_certain=False, is_guarded=is_guarded)
+    def add_possible_store(self, values: Iterable[Any], node: Any, *, numba_rejects: bool) -> set:
+        """Add possible stores to arrays, and return the views that an unknown expression of them may result in."""
+        self.add_store(values, node, is_certain=False, numba_rejects=numba_rejects)
         return _unknown_views(values)
 
     # -- functions --
 
+    def evaluate_call(self, node: ast.Call) -> set:
+        positional = [self.evaluate(x) for x in node.args]
+        keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
+        functions = self.evaluate(node.func) or {None}  # None: an unknown function
+        methods = _views(functions)  # an attribute of an array that is called is a method
+        if methods:
+            return self.add_possible_store(methods, node, numba_rejects=True)
+        if any(isinstance(x, ast.Starred) for x in node.args):
+            functions, positional = {None}, [_union(positional)]
+        return _union(self.call(function, positional, keywords, node) for function in functions)
+
     def call(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
         """Interpret a call and return its abstract value."""
-        if function is slice:
-            return {slice(None)}
         if self.is_warp:
             function = _warp_function(function, node.func)
-        if overloads := self.user_functions(function):
-            return set().union(*[self.call_user_function(x, positional, keywords, node) for x in overloads])
-        self.note_launch(function, node)
-        arguments = set().union(*positional, *keywords.values())
+        arguments = _union([*positional, *keywords.values()])
+        if overloads := _user_functions(function):
+            self.add_stores_by_reference(function, node)
+            return _union(self.call_user_function(x, positional, keywords, node) for x in overloads)
+        self.note_indices_and_tiles(function, node)
+        if function is slice:
+            return {slice(None)}
         if hasattr(function, "vars"):  # a struct of Warp
             fields = {**dict(zip(function.vars, positional)), **keywords}
-            return set().union(*[_pack(values, field) for field, values in fields.items()])
+            return _union(_pack(values, field) for field, values in fields.items())
         match _effect(function):
             case "stores":
-                self.note(positional[0] if positional else arguments, node)
-            case "returns it":
+                self.add_store(positional[0] if positional else arguments, node, is_certain=True, numba_rejects=False)
+            case "reads":
+                pass
+            case "returns argument":
                 return arguments
             case "returns a view":
                 return _unknown_views(arguments)
-            case "unknown":
-                return self.note_unknown(arguments, node)
+            case _:  # Numba rejects stores of its own functions, but an unknown function may use atomics
+                return self.add_possible_store(arguments, node, numba_rejects=function is not None)
         return set()
 
-    def note_launch(self, function: Any, node: ast.Call) -> None:
+    def note_indices_and_tiles(self, function: Any, node: ast.Call) -> None:
         """Note how many indices a thread gets, and whether Warp's tiles are used."""
+        counts: list[Any] = [self.n_indices]
         if _is_warp_builtin(function):
             self.uses_tiles |= function.key.startswith(("tile", "untile"))
             if function.key == "tid":
-                self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
+                counts.append(self.n_assigned.get(node, 1))
         elif _library_name(function).endswith(".grid"):
-            counts: list[Any] = [x.value for x in node.args if isinstance(x, ast.Constant)]
-            self.n_indices = max([self.n_indices, *counts])
+            counts += [x.value for x in node.args if isinstance(x, ast.Constant)]
+        self.n_indices = max(counts)
 
-    def user_functions(self, function: Any) -> list:
-        """Return a function if it is the user's; return all overloads of a Warp function, because any may be called."""
-        if isinstance(function, ast.AST):  # a nested function
-            return [function]
-        if hasattr(function, "user_overloads"):
-            overloads = *function.user_overloads.values(), *function.user_templates.values()
-            return [] if function.is_builtin() else [function, *overloads]
-        python = _py_func(function)
-        is_jitted = isinstance(python, types.FunctionType) and (python is not function or self.depth == 0)
-        return [function] if is_jitted and not _is_library_module(python.__module__) else []
-
-    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
-        """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
-        arguments = set().union(*positional, *keywords.values())
-        self.note_references(function, node)
-        own_code = [getattr(function, x, None) for x in ("native_snippet", "custom_grad_func", "custom_replay_func")]
-        tree = _syntax_tree(function)
-        if tree is None or any(own_code):
-            self.has_own_code = True
-            self.replayed |= {view.parameter for view in _views(arguments)}
-        if tree is None or own_code[0] or tree.args.vararg:
-            names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-            is_guarded = {"atomic", "flat", "view", *_CUDA_STORES}.isdisjoint(names)
-            return self.note_unknown(arguments, node, is_guarded)
-        parameters = [x.arg for x in (*tree.args.posonlyargs, *tree.args.args)]
-        variables = {**dict(zip(parameters, positional)), **keywords}
-        key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
-        if key not in self.results:
-            self.results[key] = set()  # for a function that calls itself
-            self.results[key] = self.run_function(function, tree, variables)
-        return self.results[key]
-
-    def note_references(self, function: Any, node: ast.Call) -> None:
-        """Note that a Warp function may store to each element that it gets by reference (Warp >= 1.19)."""
+    def add_stores_by_reference(self, function: Any, node: ast.Call) -> None:
+        """Add possible stores to the elements that a Warp function gets by reference (Warp >= 1.19)."""
         kinds = getattr(function, "input_types", {})
         passed = {**dict(zip(kinds, node.args)), **{str(x.arg): x.value for x in node.keywords}}
         for name, argument in passed.items():
             if type(kinds.get(name)).__name__ == "Reference":
-                self.note_unknown(self.stored_arrays(argument), node)
+                self.add_possible_store(self.stored_arrays(argument), node, numba_rejects=False)
 
-    def run_function(self, function: Any, tree: Any, arguments: dict[str, set]) -> set:
-        """Run the body of a function and return the abstract value that it returns."""
-        caller = self.variables
-        if tree is not function:  # a nested function sees the variables of the function around it
-            self.variables = {}
+    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: Any) -> set:
+        """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
+        arguments = _union([*positional, *keywords.values()])
+        tree = _syntax_tree(function)
+        is_native = getattr(function, "native_snippet", None)
+        custom_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
+        if tree is None or is_native or custom_adjoint:
+            self.has_opaque_code = True
+            self.stored_in_replay |= {view.parameter for view in _views(arguments)}
+        if tree is None or is_native or tree.args.vararg:
+            names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
+            numba_rejects = _IGNORE_READONLY_NAMES.isdisjoint(names)
+            return self.add_possible_store(arguments, node, numba_rejects=numba_rejects)
+        parameters = [x.arg for x in tree.args.posonlyargs + tree.args.args]
+        variables = {**dict(zip(parameters, positional)), **keywords}
+        if tree is function:  # a nested function sees the variables around it, which may have changed since a call
+            return self.run_function(tree, {**self.variables, **variables})
+        key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
+        if key not in self.results:
+            self.results[key] = _unknown_views(arguments)  # for a function that calls itself
             for name, value in _captured_variables(_py_func(function)).items():
                 with contextlib.suppress(TypeError):  # no hash
-                    self.variables[name] = {_ArrayView(_GLOBAL + name) if _is_device_array(value) else value}
-        self.variables = {**self.variables, **arguments, "return": set()}
+                    captured = {_ArrayView(_GLOBAL_PREFIX + name) if _is_device_array(value) else value}
+                    variables.setdefault(name, captured)
+            self.results[key] = self.run_function(tree, variables)
+        return self.results[key]
+
+    def run_function(self, tree: Any, variables: dict[str, set]) -> set:
+        """Run the body of a function and return the abstract value that it returns."""
+        caller = self.variables
+        self.variables = {**variables, "return": set()}
         self.depth += 1
-        self.run(tree.body if isinstance(tree.body, list) else [ast.Return(tree.body)])
+        self.run([ast.Return(tree.body)] if isinstance(tree, ast.Lambda) else tree.body)
         self.depth -= 1
         returned = self.variables["return"]
         self.variables = caller
@@ -4576,7 +4519,7 @@ class _ArrayAccesses(_AbstractInterpreter):
     def run_statement(self, node: Any) -> None:
         match node:
             case ast.Assign(targets=targets, value=value):
-                self.n_targets[value] = len(getattr(targets[0], "elts", "1"))
+                self.n_assigned[value] = len(targets[0].elts) if isinstance(targets[0], ast.Tuple) else 1
                 values = self.evaluate(value)
                 for target in targets:
                     self.assign(target, values, node)
@@ -4584,7 +4527,7 @@ class _ArrayAccesses(_AbstractInterpreter):
                 self.assign(target, self.evaluate(value), node)
             case ast.AugAssign(target=target, value=value):
                 self.evaluate(value)
-                self.note(self.stored_arrays(target), node, is_guarded=True)
+                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
             case ast.FunctionDef(name=name):
                 self.variables[name] = {node}
             case ast.Return(value=ast.expr() as value):
@@ -4593,29 +4536,36 @@ class _ArrayAccesses(_AbstractInterpreter):
                 super().run_statement(node)
 
     def assign(self, target: Any, values: set, node: Any) -> None:
-        path, root = _field_path(target)
-        match root:
-            case ast.Name(id=name) if path:  # a field of a local struct, which Warp copies on assignments and calls
-                kept = {x for x in self.variables.get(name, set()) if getattr(x, "path", path)[: len(path)] != path}
-                self.variables[name] = kept | {x._replace(path=path + x.path) for x in _views(values)}
+        match target:
             case ast.Name(id=name):
                 self.variables[name] = values
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for i, part in enumerate(targets):
                     self.assign(part, _indexed(values, [ast.Constant(i)]), node)
+            case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=field):
+                # A field of a local struct.  Warp copies structs on assignments and calls, so no other one changes.
+                others = {view for view in _views(self.evaluate(owner)) if view.path[:1] != (field,)}
+                self.assign(owner, others | _pack(values, field), node)
             case _:
-                self.note(self.stored_arrays(target), node, is_guarded=True)
+                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
 
     def stored_arrays(self, target: Any) -> set:
-        """Return the arrays to which an assignment to this target stores."""
+        """Return the arrays to which an assignment to this target stores.
+
+        For `x[i]` and its component `x[i][0]` this is `x`; for `s.a[i]` it is the array in field `a` of a struct.
+        """
         self.evaluate(target)  # and the indices in it
-        node = getattr(target, "value", target)
-        arrays = set(_views(self.evaluate(node)))
-        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):  # a component of an element: x[i][0]
+        node = target if isinstance(target, ast.Name) else target.value
+        arrays = self.evaluate_arrays(node)
+        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):  # a component of an element
             node = node.value
-            arrays = {view for view in _views(self.evaluate(node)) if not view.path}
-            self.replayed |= {view.parameter for view in arrays}
+            arrays = self.evaluate_arrays(node)
+            self.stored_in_replay |= {view.parameter for view in arrays}
         return arrays
+
+    def evaluate_arrays(self, node: Any) -> set:
+        """Return the possible arrays of an expression, without those in tuples and structs."""
+        return {view for view in _views(self.evaluate(node)) if not view.path}
 
     # -- expressions --
 
@@ -4627,69 +4577,54 @@ class _ArrayAccesses(_AbstractInterpreter):
             case ast.Name(id=name):
                 return self.variables.get(name, set())
             case ast.Constant(value=value):
-                return {value} & {None, ...}
+                return {value} if value in (None, ...) else set()  # indices that are not numbers
             case ast.Attribute(value=owner, attr=name):
-                return set().union(*[_attribute(x, name) for x in self.evaluate(owner)])
+                return _union(_attribute(x, name) for x in self.evaluate(owner))
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _indexed(self.evaluate(owner), list(filter(self.removes_dimension, indices)))
+                return _indexed(self.evaluate(owner), [x for x in indices if self.removes_dimension(x)])
+            case ast.Slice():
+                self.evaluate_children(node)
+                return {slice(None)}
             case ast.Call():
                 return self.evaluate_call(node)
             case ast.Tuple(elts=items):
-                return set().union(*[_pack(self.evaluate(item), i) for i, item in enumerate(items)])
+                return _union(_pack(self.evaluate(item), i) for i, item in enumerate(items))
             case ast.Lambda():
                 return {node}
-        values = set().union(*map(self.evaluate, ast.iter_child_nodes(node)))
-        match node:
-            case ast.Slice():
-                return {slice(None)}
             case ast.IfExp() | ast.BoolOp():
-                return values
+                return self.evaluate_children(node)
             case ast.BinOp() | ast.UnaryOp() | ast.Compare():
-                return _unknown_views(view for view in _views(values) if view.path)  # of a sum of tuples
-        return self.note_unknown(values, node)
+                # Operators give numbers, except `+` of tuples, which gives a tuple of the same arrays.
+                return _unknown_views(view for view in _views(self.evaluate_children(node)) if view.path)
+        return self.add_possible_store(self.evaluate_children(node), node, numba_rejects=True)
 
     def removes_dimension(self, index: Any) -> bool:
         """Return whether an index selects one element of a dimension, unlike a slice, `None` and `...`."""
         return not any(isinstance(x, (slice, types.NoneType, types.EllipsisType)) for x in self.evaluate(index))
 
-    def evaluate_call(self, node: ast.Call) -> set:
-        positional = [self.evaluate(x) for x in node.args]
-        keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
-        functions = self.evaluate(node.func) or {None}
-        if methods := _views(functions):  # of arrays
-            return self.note_unknown(methods, node)
-        if any(isinstance(x, ast.Starred) for x in node.args):
-            return self.note_unknown(set().union(*positional, *keywords.values()), node, is_guarded=False)
-        return set().union(*[self.call(function, positional, keywords, node) for function in functions])
+
+def _user_functions(function: Any) -> list:
+    """Return a function if it is the user's; return all overloads of a Warp function, because any may be called."""
+    if hasattr(function, "user_overloads"):
+        overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
+        return [] if function.is_builtin() else overloads
+    python = _py_func(function)
+    is_jitted = isinstance(python, types.FunctionType) and python is not function
+    is_users = is_jitted and not _is_library_module(python.__module__)
+    return [function] if is_users or isinstance(function, ast.AST) else []  # or a nested function
 
 
 def _indexed(values: Iterable[Any], indices: Sequence[Any]) -> set:
-    """Return the abstract value of an array with these indices, or of a tuple with one index."""
+    """Return the abstract value of an array or tuple with the indices that each remove a dimension."""
     result = set()
     for view in _views(values):
-        if not view.path and view.ndim > len(indices):
-            result.add(view._replace(ndim=view.ndim - len(indices)))
-        elif view.path:
+        if view.path:
             index = getattr(indices[0], "value", None) if indices else None
             result |= _unpack({view}, index) if isinstance(index, int) else _unknown_views({view})
+        elif view.ndim > len(indices):
+            result.add(view._replace(ndim=view.ndim - len(indices)))
     return result
-
-
-def _field_path(target: Any) -> tuple[tuple[str, ...], Any]:
-    """Return (fields, root): (("b", "c"), a) for `a.b.c`."""
-    path: tuple[str, ...] = ()
-    while isinstance(target, ast.Attribute):
-        path = target.attr, *path
-        target = target.value
-    return path, target
-
-
-def _root(target: Any) -> Any:
-    """Return the variable in a target such as `a.b[i].c`."""
-    while isinstance(target, (ast.Subscript, ast.Attribute)):
-        target = target.value
-    return target
 
 
 def _is_device_array(value: Any) -> bool:
@@ -4713,82 +4648,89 @@ def _syntax_tree(function: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _syntax_trees(file: str, text: str) -> dict[types.CodeType, Any]:
-    """Return the syntax tree of each function in a file by its code; omit lambdas that share a line."""
-    nodes = collections.defaultdict(list)  # (line, name) -> trees
+    """Return the syntax tree of each function that is defined by `def` in a file, by its code."""
+    nodes: dict[tuple[int, str], Any] = {}  # (line, name) -> tree
     trees = {}
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-                first_line = [*getattr(node, "decorator_list", ()), node][0].lineno
-                nodes[first_line, getattr(node, "name", "<lambda>")].append(node)
+            if isinstance(node, ast.FunctionDef):
+                first_line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+                nodes[first_line, node.name] = node
         codes = [compile(text, file, "exec", dont_inherit=True)]
         for code in codes:  # the list grows in this loop
             codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            candidates = nodes[code.co_firstlineno, code.co_name]
-            if len(candidates) == 1:
-                trees[code] = candidates[0]
+            trees[code] = nodes.get((code.co_firstlineno, code.co_name))
     return trees
 
 
 # -- 8.5 Checks ----------------------------------------------------------------------------------------
 
 
-def _check_form(wrapper: _NumbaWrapper, call: _CallParams, form: _ArgumentMap, is_guarded: bool = True) -> None:
+def _check_argument_map(
+    wrapper: _NumbaWrapper, call: _CallParams, argument_map: _ArgumentMap, inputs_are_readonly: bool
+) -> None:
     """Check the stores of a Numba CUDA kernel to the buffers that this argument map gives it."""
     specs = call.ins + call.outs
     arguments: list[_ArrayView | None] = []
     buffers: dict[str, int] = {}
-    for position, buffer in enumerate(form.args):
+    for position, buffer in enumerate(argument_map.args):
         name = wrapper.parameters[position] if position < len(wrapper.parameters) else f"argument {position}"
-        if buffer in form.scalars:
+        if buffer in argument_map.scalars:
             arguments.append(None)
         else:
             arguments.append(_ArrayView(name, len(specs[buffer].shape)))
             buffers[name] = buffer
-    _check_accesses(wrapper, call, _ArrayAccesses(wrapper.kernel, arguments), buffers, is_guarded)
+    _check_stores(wrapper, call, _StoreAnalysis(wrapper.kernel, arguments), buffers, inputs_are_readonly)
 
 
-def _check_accesses(
-    wrapper: _Wrapper, call: _CallParams, accesses: _ArrayAccesses, buffers: Mapping[str, int], is_guarded: bool
+def _check_stores(
+    wrapper: _Wrapper,
+    call: _CallParams,
+    analysis: _StoreAnalysis,
+    buffers: Mapping[str, int],
+    inputs_are_readonly: bool,
 ) -> None:
     """Raise an error if a kernel stores to an input, or never stores to an output or in-out argument.
 
-    `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  If
-    `is_guarded` is true, the compiler rejects stores to read-only arrays that it recognizes.
+    `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  An
+    in-out argument is an input that an output is aliased to.  If `inputs_are_readonly` is true, inputs are passed as
+    read-only arrays, so the stores that Numba CUDA rejects are left to it.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
-    stored = {buffer for name, buffer in buffers.items() if accesses.accesses[name]}
+    stored = {buffer for name, buffer in buffers.items() if analysis.stores[name]}
     stored |= {n_in + aliases[i] for i in stored if i in aliases}  # the same memory
     for name, buffer in buffers.items():
         if buffer < n_in and buffer not in aliases:
-            for access in accesses.accesses[name]:
-                if not (is_guarded and access.is_guarded):
-                    raise _written_input_error(wrapper.title, name, access)
+            for store in analysis.stores[name]:
+                if not (inputs_are_readonly and store.numba_rejects):
+                    raise _written_input_error(wrapper.title, name, store)
         is_result = n_in <= buffer < n_in + call.n_results
-        if is_result and buffer not in stored and wrapper.options.zero_outputs is None:
+        is_checked = wrapper.options.zero_outputs is None  # the user may want zeros, or garbage
+        if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...")
 
 
-def _written_input_error(title: str, name: str, access: _Access) -> TypeError:
+def _written_input_error(title: str, name: str, store: _Store) -> TypeError:
     """Return the error for a store to an input."""
-    writes = "writes" if access.is_certain else "may write"
+    writes = "writes" if store.is_certain else "may write"
     return TypeError(
-        f"Inputs are read-only, because JAX may share them. {title} {writes} to input {name!r} "
-        f"(`{access.text:.80}`). Write to an output, as in `out[i] = ...`, list {name!r} in in_out_argnames, or start "
-        f"an output from {name!r} by input_output_aliases."
+        f"Inputs are read-only, because JAX may share them. {title} {writes} to input {name!r} ({store.text}). Write "
+        f"to an output, as in `out[i] = ...`, list {name!r} in in_out_argnames, or initialize an output with {name!r} "
+        "through input_output_aliases."
     )
 
 
 def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, function: str) -> None:
     """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
 
-    If it is larger, threads repeat the same work.  If it is smaller, an index is always 0.
+    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
     """
     if n_dims != n_indices:
         raise ValueError(
             f"launch_dims needs one number for each index of a thread, and none for the elements of vectors. {title}: "
-            f"{launch} is for {n_dims} indices, but {function} gives {n_indices}. Give launch_dims {n_indices} numbers."
+            f"{launch} has {n_dims} dimensions, but {function} gives {n_indices} indices. Give launch_dims {n_indices} "
+            "numbers."
         )
 
 
@@ -4809,10 +4751,12 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, funct
 #   call's device current.  Run the tests named test_fakecuda before a version counts as supported.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_BLOCKS = {2: (16, 16), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
+_CUDA_BLOCKS = {2: (16, 16, 1), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
+_CUDA_MAX_THREADS = 1024  # in a block
 _CUDA_LIMIT_FIXES = {
-    "grid": "Let each thread run several elements: for i in range(cuda.grid(1), n, cuda.gridsize(1)).",
+    "grid": "Put the largest size in x, or let each thread run several elements: "
+    "for i in range(cuda.grid(1), n, cuda.gridsize(1)).",
     "block": "Use smaller blocks and a larger grid.",
     "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
 }
@@ -4822,8 +4766,9 @@ _CUDA_WHERE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
     "CPUs. For compiled code on CPUs, use numba_kernel"
 )
+# numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once.
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
-# The simulator stores the running kernel in globals, including those of the kernel's module.
+# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
 _CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
@@ -4859,11 +4804,15 @@ def numba_cuda_kernel(
 
     - `vmap_method="sequential"`;
     - a grid with several blocks along z;
-    - a kernel that reads z of its blocks or grid, uses clusters, or may write to a global device array.
+    - a kernel that reads z of its blocks or grid, uses clusters, calls external functions, or may write to a global
+      device array;
+    - a batch launch that cannot be compiled, whose kernel cannot have so many threads in a block, or whose captured
+      values have changed since the kernel was compiled.
 
     The logger of this module states the reason, at level DEBUG.
 
-    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` per output, on the same stream, also for a batch.
+    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream for each output, and for the
+    whole batch.
 
     A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
     lives.  A kernel that writes to such an array changes the caller's array.  CUDA kernels cannot raise exceptions.
@@ -4876,16 +4825,16 @@ def numba_cuda_kernel(
         `numba_cuda_kernel(outs=...)` is a decorator to put above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs, name:
         See `numba_kernel`.
-      grid: An int or a tuple of up to three ints (x, y, z), the number of blocks.  Requires `block`.  If it depends on
+      grid: The number of blocks: an int or a tuple of up to three ints (x, y, z).  Requires `block`.  If it depends on
         the inputs, create the wrapper in the function that calls it.
-      block: An int or a tuple of up to three ints (x, y, z), the number of threads in a block.
-      launch_dims: An int, a tuple of up to three ints (x, y, z), or a function of the inputs' specs, the number of
-        threads.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel must check indices
-        (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]` with
-        `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
-      threads_per_block: An int, the block size for one-dimensional `launch_dims`.  Default 256.  For two dimensions
+      block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
+      launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
+        specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
+        must check indices (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]`
+        with `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
+      threads_per_block: The block size for one-dimensional `launch_dims`, an int.  Default 256.  For two dimensions
         the block is 16x16, for three 8x8x4.
-      shared_mem: An int, the bytes of dynamic shared memory.  Default 0.  The device's opt-in maximum is allowed.
+      shared_mem: The bytes of dynamic shared memory, an int.  Default 0.  The device's opt-in maximum is allowed.
 
     Returns:
       A function of the inputs, `f(*inputs)`.  Its results have the structure of `outs`.
@@ -4937,7 +4886,8 @@ def numba_cuda_callable(
     - Store the results to the outputs, and change no input.  Inputs are read-only device arrays, unless an output is
       aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  This is not
       noticed for atomics, for cache-hinted stores, or for a kernel that was compiled for writable arrays before (with
-      explicit signatures, or by numba-cuda-mlir).
+      explicit signatures, or by numba-cuda-mlir).  If a kernel that `func` references has a helper with explicit
+      signatures for arrays, inputs are writable, because numba-cuda passes only writable arrays to such a helper.
     - Do not use the arguments after the call, and do not call JAX.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
@@ -4945,9 +4895,9 @@ def numba_cuda_callable(
 
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
-        (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one that `func` or its helpers
-        reference by a kernel or by `cuda`, or else to `numba_cuda_mlir`.  Create the wrapper once, because each new
-        function object is compiled again.
+        (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one whose kernel or `cuda` is
+        referenced by `func` (as a global, closure variable or default, also in a tuple or list), or else to
+        `numba_cuda_mlir`.  Create the wrapper once, because a new handler is compiled for each new function object.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -4980,7 +4930,7 @@ def numba_cuda_callable(
 # -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
 
 
-def _ints(value: Any, error_text: str) -> tuple[int, ...]:
+def _ints(value: Any, error_text: str) -> tuple:
     """Return an int, or several ints, as a tuple.  Raise a TypeError for other values."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     try:
@@ -4989,25 +4939,31 @@ def _ints(value: Any, error_text: str) -> tuple[int, ...]:
         raise TypeError(error_text) from None
 
 
-def _dim3(name: str, value: Any) -> tuple[int, ...]:
-    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices."""
+def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_error: str) -> int:
+    """Return a value as an int.  Raise an error if it is not one, or is out of range."""
+    error_text = f"{name} must be an int from {minimum} to {maximum}; got {value!r}{rest_of_error}"
+    [number] = _ints((value,), error_text)
+    if not minimum <= number <= maximum:
+        raise ValueError(error_text)
+    return number
+
+
+def _dim3(name: str, value: Any, origin: str = "") -> tuple:
+    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices.
+
+    `origin` says in errors what the value was computed from.
+    """
     error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
     sizes = _ints(value, error_text)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(error_text)
     xyz = (*sizes, 1, 1)[:3]
+    rest_of_error = f" in {name}={xyz}{origin}. {_CUDA_LIMIT_FIXES[name]}"
     minimum = 1 if name == "block" else 0
-    for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name], strict=True):
-        if not minimum <= size <= limit:
-            raise ValueError(
-                f"{name}.{axis} must be from {minimum} to {limit}; got {size} in {name}={xyz}. "
-                f"{_CUDA_LIMIT_FIXES[name]}"
-            )
-    n_threads = math.prod(xyz)
-    if name == "block" and n_threads > 1024:
-        raise ValueError(
-            f"A CUDA block has at most 1024 threads. block={xyz} has {n_threads}. {_CUDA_LIMIT_FIXES[name]}"
-        )
+    for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name]):
+        _int_in_range(f"{name}.{axis}", size, minimum, limit, rest_of_error)
+    if name == "block":
+        _int_in_range("The number of threads in a block", math.prod(xyz), 1, _CUDA_MAX_THREADS, rest_of_error)
     return xyz
 
 
@@ -5029,15 +4985,10 @@ class _CudaOptions(_Options):
                 f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
                 "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
             )
-        error_text = f"shared_mem must be a number of bytes; got {self.shared_mem!r}. Pass shared_mem=4 * n_floats."
-        (self.shared_mem,) = _ints((self.shared_mem,), error_text)
-        if not 0 <= self.shared_mem < 2**31:
-            raise ValueError(error_text)
-        error_text = (
-            f"threads_per_block must be an int; got {self.threads_per_block!r}. For blocks of two or three dimensions, "
-            "pass grid=(x, y), block=(x, y)."
-        )
-        _ints((self.threads_per_block,), error_text)
+        fix = ". Pass shared_mem=4 * n_floats."
+        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, fix)
+        fix = ". For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
+        _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -5053,19 +5004,22 @@ class _CudaWrapper(_NumbaWrapper):
         return call.bind(operands)
 
     def _find_cuda_target(
-        self,
-        package: _NumbaCuda,
-        call: _CallParams,
-        compile_handler: Callable[[_Signature], _CompiledHandler | None],
-        *options: Any,
-        freezes_globals: bool = False,
+        self, package: _NumbaCuda, call: _CallParams, compile_handler: Callable, freezes_globals: bool, *key: Any
     ) -> _Target:
-        """Return the target of a call.  `compile_handler` returns None if this process only lowers programs."""
-        _import("numba", self.decorator, _CUDA_INSTALL)
-        self._check_dtypes(call, _CUDA_DTYPES, "that Numba CUDA has no arrays of")
+        """Return the target of a call.
+
+        Args:
+          package: the package of the kernels.
+          call: the call, without a target.
+          compile_handler: compiles the handler of a `_Signature`, or returns None if this process only lowers programs.
+          freezes_globals: whether the handler contains the values of globals.
+          key: all that decides what `compile_handler` does, besides the kernel and the signature.
+        """
+        _import("numba", self.decorator, _CUDA_INSTALL)  # raises an error that says what to install
+        self._check_dtypes(call, _CUDA_DTYPES, why_not="that Numba CUDA has no arrays of")
         signature = call.signature(self.__name__)
-        options = "cuda", package.module, *options
-        specialization = _Specialization(signature, options, package.platform, self.options.name)
+        cache_key = "cuda", package.module, *key
+        specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
         compile_for_signature = functools.partial(compile_handler, signature)
         name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
         return _Target(name, platform=package.platform, title=self.title, runs_on=_CUDA_WHERE)
@@ -5083,7 +5037,7 @@ class _CudaKernel(_CudaWrapper):
         super().__init__(kernel, options)
         self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
-            self._launch_configuration([])
+            self._launch_configuration([])  # raises an error for wrong options
 
     def __getitem__(self, launch: Any) -> Any:
         raise TypeError(
@@ -5093,56 +5047,58 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_configuration(call.ins, _ArrayAccesses(self.kernel, []).n_indices)
+        launch = self._launch_configuration(call.ins, _StoreAnalysis(self.kernel, []).n_indices)
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
-        is_checked = self.options.zero_outputs is None
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
             handler = None
-            is_guarded = True
             if package.runs_here:
-                compile_kernel = functools.partial(package.compile, self.kernel, argument_map, in_order, signature)
-                try:
-                    handler = compile_kernel()
-                except TypeError:
-                    if not _has_helper_with_signature(self.kernel):
-                        raise
-                    handler = compile_kernel(readonly=False)
-                    is_guarded = False
-            _check_form(self, call, argument_map, is_guarded)
+                handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature)
+            # The compiler rejects assignments to elements of read-only inputs.
+            inputs_are_readonly = not _has_helper_for_writable_arrays(self.kernel)
+            _check_argument_map(self, call, argument_map, inputs_are_readonly)
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
-        options = argument_map, in_order, is_checked
-        target = self._find_cuda_target(package, call, compile_handler, *options, freezes_globals=freezes_globals)
+        checks_outputs = self.options.zero_outputs is None  # in `_check_argument_map`
+        key = argument_map, in_order, checks_outputs
+        target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
         target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
         if self.options.name and not in_order:
             # An exported program may contain a batch, although no batch is lowered in the process that loads it.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple[int, ...]:
+    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
         """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
 
         `n_indices` is the number of indices that the kernel gets from `cuda.grid`, or 0 if it is unknown.
         """
-        grid = self.options.grid
-        block = self.options.block
+        options = self.options
         dims = self._option_value("launch_dims", ins)
-        if dims is not None:
-            rank = len(dims) if isinstance(dims, (tuple, list)) else 1
-            block = _dim3("block", _CUDA_BLOCKS.get(rank, self.options.threads_per_block))
-            threads = _dim3("launch_dims", dims)
-            if n_indices:
-                _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
-            grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return *_dim3("grid", grid), *_dim3("block", block), self.options.shared_mem
+        if dims is None:
+            return *_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem
+        threads = _dim3("launch_dims", dims)
+        rank = np.size(dims)  # 1 for an int
+        if n_indices:
+            _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
+        block = _CUDA_BLOCKS.get(rank, (options.threads_per_block, 1, 1))
+        grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
+        return *_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem
 
 
-def _has_helper_with_signature(kernel: Any) -> bool:
-    """Return whether a helper has explicit signatures.  Of numba-cuda, it takes no read-only arrays then (0.30.4)."""
-    return not all(getattr(helper, "_can_compile", True) for helper in _kernel_and_helpers(kernel)[1:])
+def _has_helper_for_writable_arrays(function: Any) -> bool:
+    """Return whether a kernel, or one that a callable captures, has a helper with explicit signatures for arrays.
+
+    In numba-cuda 0.30.4, such a helper rejects read-only arrays.  (A kernel with explicit signatures accepts them, and
+    then writes to them.)
+    """
+    for helper in _kernel_and_helpers(function):
+        is_device_function = getattr(helper, "targetoptions", {}).get("device")
+        if is_device_function and not helper._can_compile and "Array(" in str([*helper.overloads]):
+            return True
+    return False
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5157,59 +5113,52 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _CallParams) -> _Target:
-        package = _callable_package(self.kernel)
+        function = getattr(self.kernel, "__func__", self.kernel)  # of a method
+        package = _callable_package(function)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
-        read_only = frozenset(range(len(call.ins))) - {i for i, _ in call.aliases}
-        if any(map(_has_helper_with_signature, filter(_cuda_package, _values_reachable_from(self.kernel)))):
-            read_only = frozenset()
+        aliased = dict(call.aliases)
+        read_only = frozenset(range(len(call.ins))).difference(aliased)
+        if _has_helper_for_writable_arrays(function):
+            read_only = frozenset()  # a launch with read-only arrays would fail
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
-        names = [name for i, name in enumerate(self.parameters) if i in read_only]
-        run = functools.partial(_run_callable, self.kernel, names)
+        run = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
             if not package.runs_here:
                 return None
-            return _compile_handler(signature, package.callback(signature, run, read_only))
+            return _compile_handler(signature, package.callback_emitter(signature, run, read_only))
 
-        return self._find_cuda_target(package, call, compile_handler)
-
-
-# What the packages and NumPy report about a write to a read-only array, and about a stream of another package.
-_READ_ONLY_WRITE = re.compile(r"Cannot modify readonly array|setitem\(readonly array|destination is read-only")
-_FOREIGN_STREAM = re.compile(r"Unsupported stream type|Expected a Stream object")
+        return self._find_cuda_target(package, call, compile_handler, False)
 
 
-def _run_callable(func: Callable, inputs: Sequence[str], arrays: Sequence[Any], stream: Any, _: int) -> None:
-    """Call the function of a `numba_cuda_callable`.  `inputs` has the names of its read-only inputs, for errors."""
+# {what the packages and NumPy report: the problem and the fix}
+_CALLABLE_ERRORS = {
+    "Cannot modify readonly array|setitem\\(readonly array|destination is read-only": (
+        "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one. Write to an "
+        "output, or alias an output to the input: input_output_aliases={i: j}. For a temporary copy: tmp = "
+        "cuda.device_array_like(x); tmp.copy_to_device(x, stream=stream)."
+    ),
+    "Unsupported stream type|Expected a Stream object": (
+        "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
+        "Reference the package of the kernel by a default: def launch(x, out, stream, cuda=cuda)."
+    ),
+}
+
+
+def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch: int) -> None:
+    """Call the function of a `numba_cuda_callable`.  `title` names it in errors."""
     try:
         returned = func(*arrays, stream)
     except Exception as error:
-        if fix := _callable_error_fix(str(error), inputs):
-            location = re.search(r"During: (typing of .+)", str(error))
-            raise TypeError(f"{fix} ({location[1]})" if location else fix) from error
+        for pattern, problem_and_fix in _CALLABLE_ERRORS.items():
+            if re.search(pattern, str(error)):
+                raise TypeError(f"{title}: {problem_and_fix} The package reports: {error}") from error
         raise
     if returned is not None:
         raise TypeError(
-            f"A callable returns nothing; this one returned {type(returned).__name__}. Let its kernels store the "
+            f"A callable returns nothing; {title} returned {type(returned).__name__}. Let its kernels store the "
             "results to the outputs, and remove `return` or `yield`."
         )
-
-
-def _callable_error_fix(text: str, inputs: Sequence[str]) -> str:
-    """Return the explanation of an error of the packages, or an empty text."""
-    if _READ_ONLY_WRITE.search(text):
-        return (
-            "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one of the inputs "
-            f"({', '.join(map(repr, inputs))}). Write to an output, or alias an output to the input: "
-            "input_output_aliases={i: j}. For a temporary copy: tmp = cuda.device_array_like(x); "
-            "tmp.copy_to_device(x, stream=stream)."
-        )
-    if _FOREIGN_STREAM.search(text):
-        return (
-            "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
-            "Reference the package of the kernel by a default: def launch(x, out, stream, cuda=cuda)."
-        )
-    return ""
 
 
 # -- 9.2 The packages that compile kernels ------------------------------------------------------------
@@ -5221,8 +5170,7 @@ class _NumbaCuda:
 
     module = "numba.cuda"
     platform = "cuda"
-    inline = "never"
-    params = staticmethod(_numba_array_members)  # an array as the integers that a kernel takes
+    adapter_inline = "never"  # the option `inline` of the user's kernel as a device function of the adapter
 
     @property
     def cuda(self) -> Any:
@@ -5234,65 +5182,72 @@ class _NumbaCuda:
 
     # -- compiling --
 
-    def compile(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
+    def compile_to_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
     ) -> _CompiledHandler:
-        """Compile a kernel, and a handler that launches it for each slice until `_CudaBatch` prepares one launch."""
+        """Compile a kernel and its handler.
+
+        The handler launches once per slice, until `_CudaBatch.prepare` swaps in the batch launch.
+        """
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.launcher(self.adapted(kernel, argument_map), signature, readonly)
+        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
-        def compile_for_batch() -> tuple[_CompiledHandler, int]:
+        def compile_for_batch() -> tuple:
             if in_order:
                 raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
             if uses_z := _USES_Z.search(launcher.ptx):
-                raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
+                raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
             if names := _device_arrays_written_by(kernel):
                 raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
             batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
             batch_map = argument_map._replace(slice_ranks=signature.ranks)
-            batch_launcher = self.launcher(self.adapted(kernel, batch_map), batch_signature, readonly)
+            batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
             if _fingerprint(kernel) != first_fingerprint:
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            with self.on_device(_cuda_ordinals()[0]):
-                max_threads = batch_launcher.max_threads()
-            emitter = _CudaBatchEmitter(self, batch_launcher, handler.data.inner_loop, max_threads)
-            return _compile_handler(signature, emitter), max_threads
+            emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
+            return _compile_handler(signature, emitter), batch_launcher.max_threads
 
         return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
-        """Return a dispatcher that takes all buffers and compiles for our types: the kernel's own, if it does both."""
+        """Return the kernel itself if it takes all buffers and is not fixed to explicit signatures.
+
+        Otherwise, return a new dispatcher.
+        """
         is_plain = argument_map.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
-        function = kernel.py_func  # a kernel with explicit signatures compiles for these only
-        options = kernel.targetoptions
+        function = kernel.py_func
+        options = dict(kernel.targetoptions)
         if not is_plain:
-            on_device = type(kernel)(function, {**options, "device": True, "inline": self.inline})
+            on_device = type(kernel)(function, {**options, "device": True, "inline": self.adapter_inline})
             function = argument_map.adapter(on_device, cuda=self.cuda)
-        return type(kernel)(function, dict(options))
+        return type(kernel)(function, options)
 
-    def launcher(self, dispatcher: Any, signature: _Signature, readonly: bool) -> _CudaLauncher:
+    def compile_and_load(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
         """Compile a kernel for the buffers of a signature, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile_typed(dispatcher, signature, readonly)
-            ptx, entry, _ = self.code(compiled)
+            compiled = self.compile_for_signature(dispatcher, signature)
+            ptx, entry, _ = self.ptx_entry_and_cubin(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
         functions = {}
+        max_threads = _CUDA_MAX_THREADS
         for ordinal in ordinals:
             with self.on_device(ordinal):
-                functions[ordinal] = libcuda.load(self.code(compiled)[2], entry, ordinal)
-        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx)
+                functions[ordinal] = function = libcuda.load(self.ptx_entry_and_cubin(compiled)[2], entry, ordinal)
+                max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
+        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
 
-    def compile_typed(self, dispatcher: Any, signature: _Signature, readonly: bool) -> Any:
+    def compile_for_signature(self, dispatcher: Any, signature: _Signature) -> Any:
         """Compile a kernel for the current device.  Raise a TypeError if the package cannot compile it."""
         import numba
 
         # The CUDA target that is part of Numba uses Numba's types.
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
+        readonly = not _has_helper_for_writable_arrays(dispatcher)
         try:
             return dispatcher.compile(_array_types(nbtypes, signature, readonly))
         except Exception as error:
@@ -5301,12 +5256,14 @@ class _NumbaCuda:
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if cuLaunchKernel, with the parameters that a handler passes, cannot launch a kernel."""
         n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
-        found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
-        declared = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found[1]) if found else []
+        param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
+        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_params}}}\s*\)"
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters in a layout that this version of {self.module} has changed": declared != ["u64"] * n_params,
+            f"parameters in a layout that this version of {self.module} has changed": not re.search(
+                entry_with_params, ptx
+            ),
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
@@ -5316,18 +5273,23 @@ class _NumbaCuda:
                     "with numba_cuda_callable."
                 )
 
-    def code(self, compiled: Any) -> tuple[str, str, bytes]:
+    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
         """Return the PTX, the name of its entry, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
-        return library.get_asm_str(), compiled.entry_name, getattr(cubin, "code", cubin)
+        cubin = getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
+        return library.get_asm_str(), compiled.entry_name, cubin
+
+    def params(self, array: _SliceArray) -> list:
+        """Return an array as the integers that a kernel takes."""
+        return _numba_array_members(array)
 
     # -- running --
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
         """Make the primary context of a device current.  XLA uses the primary context, too."""
-        with _GPUS_LOCK:  # numba_cuda_mlir fails if two threads read the list for the first time at once
+        with _GPUS_LOCK:
             device = self.cuda.gpus[ordinal]
         device.__enter__()
         try:
@@ -5337,16 +5299,14 @@ class _NumbaCuda:
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def callback(
-        self, signature: _Signature, run: Callable[[list, Any, int], None], read_only: Container[int]
-    ) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         """Return an emitter that calls `run(arrays, stream, launch)` in Python for each slice.
 
         `read_only` has the numbers of the buffers that `run` gets as read-only arrays.  `launch` is the address of the
         attribute `launch`.
         """
 
-        def body(buffers: list[tuple[int, tuple]], launch: int, stream: int, ordinal: int) -> None:
+        def body(buffers: list, launch: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
@@ -5370,36 +5330,30 @@ def _as_read_only(device_array: Any) -> Any:
 def _read_only_class(device_array_class: Any) -> type:
     """Return a subclass of a package's device arrays whose elements cannot be assigned, by kernels or by Python.
 
-    The packages compile a kernel for `_numba_type_` of its arguments.  numba-cuda-mlir reuses a kernel that it has
-    compiled for writable arrays (0.6.0).  Explicit signatures accept read-only arrays, too (numba-cuda 0.30.4).
+    The packages compile a kernel for `_numba_type_` of its arguments.  Two kinds of kernels write to read-only arrays
+    nevertheless: those of numba-cuda-mlir that were compiled for writable arrays before (0.6.0), and those of
+    numba-cuda with explicit signatures (0.30.4).
     """
-    if device_array_class.__name__ == "_ReadOnlyDeviceArray":
-        return device_array_class
 
     class _ReadOnlyDeviceArray(device_array_class):
         @property
         def _numba_type_(self) -> Any:
             return super()._numba_type_.copy(readonly=True)
 
-        @property
-        def __cuda_array_interface__(self) -> dict:
-            interface = super().__cuda_array_interface__
-            return {**interface, "data": (interface["data"][0], True)}
-
         def _refuse_write(self, *args: Any, **kwargs: Any) -> None:
             raise TypeError("The destination is read-only.")
 
         __setitem__ = setitem = copy_to_device = _refuse_write
 
-        # The base class returns arrays of this class from other methods that return views.
-        def view(self, *args: Any, **kwargs: Any) -> Any:
-            return _as_read_only(super().view(*args, **kwargs))
+        # These methods of the base class return its own class.  The other methods return `type(self)`.
+        def view(self, dtype: Any) -> Any:
+            return _as_read_only(super().view(dtype))
 
-        def squeeze(self, *args: Any, **kwargs: Any) -> Any:
-            return _as_read_only(super().squeeze(*args, **kwargs))
+        def squeeze(self, axis: Any = None, stream: Any = 0) -> Any:
+            return _as_read_only(super().squeeze(axis, stream))
 
-        def split(self, *args: Any, **kwargs: Any) -> Any:
-            return map(_as_read_only, super().split(*args, **kwargs))
+        def split(self, section: int, stream: Any = 0) -> Any:
+            return map(_as_read_only, super().split(section, stream))
 
     return _ReadOnlyDeviceArray
 
@@ -5408,13 +5362,13 @@ class _NumbaCudaMlir(_NumbaCuda):
     """The package numba-cuda-mlir (0.6.0).  It has no simulator, and compiles for the current GPU only."""
 
     module = "numba_cuda_mlir.cuda"
-    inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
+    adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
 
-    def code(self, compiled: Any) -> tuple[str, str, bytes]:
+    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
-    def params(self, array: _SliceArray) -> list[Any]:  # type: ignore[override]
-        """Return an array as a kernel takes it: data, data again, offset, shape, strides in elements."""
+    def params(self, array: _SliceArray) -> list:
+        """Return an array as the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
@@ -5423,31 +5377,30 @@ class _CudaSimulator(_NumbaCuda):
 
     platform = "cpu"
 
-    def compile(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, readonly: bool = True
+    def compile_to_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
     ) -> _CompiledHandler:
         adapter = argument_map.adapter(kernel.py_func)
 
-        def launched(*buffers: Any) -> None:
+        def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
-        # The simulator replaces `cuda` in the globals of the function that it launches.  So that the kernel sees the
-        # replacement, these must be the kernel's globals.
+        # The simulator replaces `cuda` in the globals of the function that it launches.  The kernel must see the
+        # replacement.  So we launch a copy of `call_adapter` with the kernel's globals; `adapter` is in its closure.
         namespace = kernel.py_func.__globals__
-        simulated = self.cuda.jit(types.FunctionType(launched.__code__, namespace, closure=launched.__closure__))
+        launched = types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__)
+        simulated = self.cuda.jit(launched)
 
         def run(arrays: list, stream: Any, launch: int) -> None:
             words = _read_launch(launch)
             simulated[words[:3], words[3:6], stream, words[6]](*arrays)
 
-        return _compile_handler(signature, self.callback(signature, run, range(signature.n_in)))
+        return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
-    def callback(
-        self, signature: _Signature, run: Callable[[list, Any, int], None], read_only: Container[int]
-    ) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list[tuple[int, tuple]], launch: int, *_: int) -> None:
+        def body(buffers: list, launch: int, *_: int) -> None:
             # Kernels run on copies, because threads of the simulator continue after an interrupt, when XLA's memory
             # is freed.
             views = []
@@ -5456,7 +5409,8 @@ class _CudaSimulator(_NumbaCuda):
                 views.append(np.ndarray(shape, dtype, memory))
             copies = [view.copy() for view in views]
             for i, j in signature.aliases:
-                copies[i] = copies[signature.n_in + j][...]  # an aliased input and its output share memory
+                # An aliased input shares memory with its output.  `[...]` makes another view, which may be read-only.
+                copies[i] = copies[signature.n_in + j][...]
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in read_only
             with _CUDASIM_LOCK:
@@ -5474,16 +5428,14 @@ _CUDA_SIMULATOR = _CudaSimulator()
 
 def _uses_cudasim() -> bool:
     """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
-    config = sys.modules.get("numba.core.config")
-    if config:
-        return bool(getattr(config, "ENABLE_CUDASIM", False))
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
 def _cuda_package(value: Any) -> _NumbaCuda | None:
     """Return the package of a kernel or of a module `cuda`, and None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-    if module.partition(".")[0] == "numba_cuda_mlir":
+    if module.startswith("numba_cuda_mlir"):
         return _NUMBA_CUDA_MLIR
     if module == "numba" or module.startswith(("numba.cuda", "numba_cuda")):
         return _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
@@ -5493,44 +5445,22 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel or a module that the callable captures.  If it captures none, because its kernels
-    are elsewhere, this is the package that is imported, or else the one that is installed.
+    This is the package of a kernel or of a module that the callable captures.  If it captures none, because its kernels
+    are elsewhere, this is the package that is imported.  Otherwise, this is numba-cuda-mlir if it is installed.
     """
-    packages = [_NUMBA_CUDA_MLIR, _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA]
-    with _CUDASIM_LOCK:  # a simulated kernel that is running has other globals
-        captured = {_cuda_package(value) for value in _values_reachable_from(func)}
-    imported = {package for package in packages if package.module in sys.modules}
-    for candidates in captured, imported:
-        for package in packages:
-            if package in candidates:
-                return package
-    is_successor_installed = importlib.util.find_spec("numba_cuda_mlir") is not None
-    return packages[0] if is_successor_installed and not _uses_cudasim() else packages[1]
-
-
-def _values_reachable_from(func: Any) -> list[Any]:
-    """Return the captured values of a callable and of the Python functions that it calls, with values in containers."""
-    values = [func]
-    searched: set[int] = set()
-    for value in values:  # the list grows in this loop
-        if id(value) in searched:
-            continue
-        searched.add(id(value))
-        if isinstance(value, types.MethodType):
-            values += [value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif isinstance(value, types.FunctionType) and not _is_library_module(value.__module__):
-            values += [captured for _, captured in _captured_values(value)]
-        elif isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, (tuple, list)):
-            values += value
-    return values
+    packages = [_CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA, _NUMBA_CUDA_MLIR]
+    if importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim():
+        packages.reverse()
+    with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
+        captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
+    # `max` prefers what is captured, then what is imported, then the first package.
+    return max(packages, key=lambda package: (package in captured, package.module in sys.modules))
 
 
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel.  A function named `_write_...` writes instructions of the handler; its arguments and results are
-# values in the handler.
+# compiled a kernel, except the layout of parameters (`params`) and `_USES_Z`.  A function named `_write_...` writes
+# instructions of the handler; its arguments and results are values in the handler.
 
 
 # cuda.h: CUfunction_attribute and CUdevice_attribute
@@ -5560,71 +5490,75 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded(self, function: int, launch: tuple[int, ...]) -> str:
+    def exceeded_limits_text(self, function: int, launch: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
-        for attribute, what, size in (
+        for attribute, size, what in (
             (
                 _FUNC_MAX_THREADS_PER_BLOCK,
-                "threads in a block, by its registers and launch_bounds",
                 math.prod(launch[3:6]),
+                "threads in a block, because of its registers or launch bounds",
             ),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, "bytes of dynamic shared memory", launch[6]),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, launch[6], "bytes of dynamic shared memory"),
         ):
-            limit = self.limit(_PTR(function), attribute)
-            if size > limit:
-                text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
+            with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
+                limit = self.function_attribute(function, attribute)
+                if size > limit:
+                    text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
         return text
 
-    def limit(self, function: Any, attribute: int) -> int:
+    def function_attribute(self, function: int, attribute: int) -> int:
         """Return an attribute of a CUfunction."""
-        limit = _I32(2**31 - 1)
-        self.library.cuFuncGetAttribute(ctypes.byref(limit), attribute, function)
-        return limit.value
+        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
 
     def call(self, name: str, *args: Any) -> None:
         """Call a function of the driver.  Raise a RuntimeError if it fails."""
         if code := getattr(self.library, name)(*args):
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
+    def get(self, kind: Any, name: str, *args: Any) -> int:
+        """Call a function of the driver that stores a result of a C type to its first argument.  Return the result."""
+        result = kind()
+        self.call(name, ctypes.byref(result), *args)
+        return result.value or 0  # the value of a null pointer is None
+
     @contextlib.contextmanager
     def keeping_context(self) -> Iterator:
         """Restore the current context at the end."""
-        context = _PTR()
-        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        context = self.get(_PTR, "cuCtxGetCurrent")
         try:
             yield
         finally:
-            self.call("cuCtxSetCurrent", context)
+            self.call("cuCtxSetCurrent", _PTR(context))
 
     def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
         """Load machine code in the current context.  Return the CUfunction `entry`, with all shared memory allowed."""
-        module = _PTR()
-        function = _PTR()
-        max_shared_bytes = _I32()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin)
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        self.call("cuDeviceGetAttribute", ctypes.byref(max_shared_bytes), _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
-        max_dynamic_bytes = max_shared_bytes.value - self.limit(function, _FUNC_STATIC_SHARED_BYTES)
-        self.call("cuFuncSetAttribute", function, _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
-        return function.value or 0
+        module = self.get(_PTR, "cuModuleLoadData", cubin)
+        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
+        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
+        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
+        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
+        return function
 
 
+_SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
 # PTX of a kernel that reads z of its blocks or grid, uses clusters, or calls external functions that may do so.  Then
 # the blocks along z cannot be slices.
 _USES_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
     r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
 )
-# The fingerprint of each kernel at its first compilation, because each compilation captures values again.
+# The fingerprint of each kernel at its first compilation.  A batch is compiled later; if a captured value changed in
+# between, both kernels would differ.
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
-    source = _ArrayAccesses(kernel, [])
+    analysis = _StoreAnalysis(kernel, [])
     names = [name for name, value in _all_captured_values(kernel) if _is_device_array(value)]
-    return [name for name in names if source.has_own_code or source.accesses[_GLOBAL + name]]
+    # Code whose source is unknown (`has_opaque_code`) may write to any of them.
+    return [name for name in names if analysis.has_opaque_code or analysis.stores[_GLOBAL_PREFIX + name]]
 
 
 def _write_xla_query(handler: _HandlerBuilder, frame: _StructPointer, function: str, kind: Any) -> Any:
@@ -5647,14 +5581,14 @@ def _write_stream_and_device(handler: _HandlerBuilder, frame: _StructPointer) ->
 
 
 def _write_cuda_copy_or_zero(
-    handler: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, target: _Int64, source: Any, nbytes: _Int64
+    handler: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, destination: _Int64, source: Any, nbytes: _Int64
 ) -> None:
-    """Copy `source` to `target`, or write zeros if `source` is the Python integer 0.
+    """Copy `source` to `destination`, or write zeros if `source` is the Python integer 0.
 
     This happens on the stream of the call, so that CUDA graphs can capture it.
     """
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
-    code = handler.call(libcuda.address(function), target, source, nbytes, _write_stream(handler, frame))
+    code = handler.call(libcuda.address(function), destination, source, nbytes, _write_stream(handler, frame))
     text = f"{function} failed while it initialized an output of kernel '{handler.signature.label}'"
     handler.fail(frame, handler.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
 
@@ -5665,7 +5599,7 @@ def _write_launch_loads(handler: _HandlerBuilder, frame: _StructPointer) -> list
     return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
 
-def _read_launch(address: int) -> tuple[int, ...]:
+def _read_launch(address: int) -> tuple:
     """Return the launch configuration at an address (in Python): grid, block, shared_mem."""
     return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
@@ -5674,12 +5608,19 @@ class _CudaLauncher:
     """A kernel that is loaded on each GPU, and the instructions of a handler that launch it on XLA's stream."""
 
     def __init__(
-        self, label: str, libcuda: _LibCuda, functions: Mapping[int, int], compiled: Any, ptx: str = ""
+        self,
+        label: str,
+        libcuda: _LibCuda,
+        functions: Mapping,
+        compiled: Any,
+        ptx: str = "",
+        max_threads: int = _CUDA_MAX_THREADS,
     ) -> None:
         """Create a launcher.  `functions` has a CUfunction for each CUDA ordinal."""
         self.libcuda = libcuda
         self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
         self.ptx = ptx
+        self.max_threads = max_threads  # that a block of the kernel can have on every GPU
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
             self.functions[ordinal] = function
@@ -5687,17 +5628,13 @@ class _CudaLauncher:
         def report(code: int, function: int, address: int) -> int:
             launch = _read_launch(address)
             shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
-            text = f"{libcuda.describe(code)}, from a launch with {shown}{libcuda.exceeded(function, launch)}"
+            exceeded = libcuda.exceeded_limits_text(function, launch)
+            text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
             return _store_error_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
-    def max_threads(self) -> int:
-        """Return the number of threads that a block of the kernel can have on every GPU."""
-        functions = filter(None, self.functions)
-        return min(self.libcuda.limit(_PTR(function), _FUNC_MAX_THREADS_PER_BLOCK) for function in functions)
-
-    def launch_in(self, handler: _HandlerBuilder, frame: _StructPointer) -> Callable[..., None]:
+    def write_launch_setup(self, handler: _HandlerBuilder, frame: _StructPointer) -> Callable:
         """Write the instructions that all launches of a call share.  Return a function that writes one launch.
 
         That function takes the addresses of the kernel's parameters, and optionally another z of the grid.
@@ -5706,7 +5643,7 @@ class _CudaLauncher:
         function = handler.load(ordinal * 8 + ctypes.addressof(self.functions))
         x, y, z, *block_and_shared_mem = _write_launch_loads(handler, frame)
 
-        def write_launch(params: Sequence[Any], z: Any = z) -> None:
+        def write_launch(params: list, z: Any = z) -> None:
             args = function, x, y, z, *block_and_shared_mem, stream, handler.array(params), 0
             code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
             with handler.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
@@ -5716,91 +5653,79 @@ class _CudaLauncher:
 
 
 class _CudaEmitter(_Emitter):
-    """Launches a kernel once for each slice."""
+    """Launches a kernel once for each slice, or in a batch launch once for many slices, the blocks along z.
+
+    The kernel of a batch launch takes arrays whose first dimension is the slice.  If a call has several blocks along z,
+    or more threads in a block than this kernel can have, each slice is a launch of another kernel.
+    """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, per_slice_loop: int = 0) -> None:
+        """Create an emitter.
+
+        Args:
+          package: the package that has compiled the kernel.
+          launcher: the kernel.
+          per_slice_loop: for a batch launch, the address of `inner_loop` of the handler that launches each slice.
+        """
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
+        self.per_slice_loop = per_slice_loop
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        write_launch = self.launcher.launch_in(handler, frame)
-        with handler.each_slice(buffers, count) as arrays:
-            write_launch(self._params(handler, arrays))
+        if self.per_slice_loop:
+            launch = _write_launch_loads(handler, frame)
+            grid_has_z = launch[2] > 1
+            has_too_many_threads = math.prod(launch[3:6]) > self.launcher.max_threads
+            with handler.if_(grid_has_z | has_too_many_threads, likely=False):
+                handler.ret(handler.call(self.per_slice_loop, frame, buffers, count))
+        write_launch = self.launcher.write_launch_setup(handler, frame)
+        if self.per_slice_loop:
+            with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+                write_launch(self._params(handler, arrays), z=n_slices)
+        else:
+            with handler.each_slice(buffers, count) as arrays:
+                write_launch(self._params(handler, arrays))
 
-    def _params(self, handler: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list[_Int64]:
+    def _params(self, handler: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list:
         """Store the kernel's parameters in memory, and return their addresses."""
         params = [word for array in arrays for word in self.package.params(array)]
         first = handler.array(params)
         return [first + 8 * i for i in range(len(params))]
 
 
-class _CudaBatchEmitter(_CudaEmitter):
-    """Launches a kernel once for many slices, which are the blocks along z.
-
-    The kernel takes arrays whose first dimension is the slice.  If a call has several blocks along z, or more threads
-    in a block than this kernel can have, each slice is launched by another handler's `inner_loop`.
-    """
-
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, inner_loop: int, max_threads: int) -> None:
-        super().__init__(package, launcher)
-        self.inner_loop = inner_loop  # an address
-        self.max_threads = max_threads
-
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        launch = _write_launch_loads(handler, frame)
-        has_z = launch[2] > 1
-        has_too_many_threads = math.prod(launch[3:6]) > self.max_threads
-        with handler.if_(has_z | has_too_many_threads, likely=False):
-            handler.ret(handler.call(self.inner_loop, frame, buffers, count))
-        write_launch = self.launcher.launch_in(handler, frame)
-        with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-            write_launch(self._params(handler, arrays), z=n_slices)
-
-
-class _BatchLaunch(enum.Enum):
-    """Whether a handler launches a kernel once for a batch."""
-
-    NOT_COMPILED = enum.auto()  # no batch was lowered yet
-    READY = enum.auto()
-    UNSUPPORTED = enum.auto()  # each slice is a launch; the reason was logged
-
-
 class _CudaBatch:
-    """The single launch for a batch, which is compiled when a batch is lowered for the first time.
+    """The batch launch of a kernel, which is compiled when a batch is lowered for the first time.
 
     The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(
-        self, handler: _CompiledHandler, compile_for_batch: Callable[[], tuple[_CompiledHandler, int]]
-    ) -> None:
+    def __init__(self, handler: _CompiledHandler, compile_for_batch: Callable) -> None:
         self.handler = handler  # launches each slice, until `prepare` succeeds
         self.compile_for_batch = compile_for_batch  # returns a handler, and the threads that its blocks can have
-        self.state = _BatchLaunch.NOT_COMPILED
-        self.max_threads = 0
+        self.was_tried = False  # a failure was logged, and is not repeated
+        self.max_threads = _CUDA_MAX_THREADS  # in a block of the batch launch
         self.lock = threading.Lock()
 
-    def prepare(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-        """Compile the single launch, if that was not tried before.
+    def prepare(self, grid: tuple, block: tuple) -> None:
+        """Compile the batch launch, if that was not tried before.
 
         Raises:
-          _BatchLaunchUnsupported, or an exception of the package: if each slice of a batch with this grid and block
-            will be a launch.
+          _BatchLaunchUnsupported: if each slice of a batch with this grid and block will be a launch.
+          Exception: of any type, if the batch launch cannot be compiled.  Later calls return.
         """
         if grid[2] > 1:
-            raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and the launch uses z: {grid=}")
+            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: {grid=}")
         with self.lock:
-            if self.state is _BatchLaunch.NOT_COMPILED:
-                self.state = _BatchLaunch.UNSUPPORTED  # unless the next line succeeds
+            if not self.was_tried:
+                self.was_tried = True
                 batch_handler, self.max_threads = self.compile_for_batch()
                 self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
                 self.handler.data.inner_loop = batch_handler.data.inner_loop
-                self.state = _BatchLaunch.READY
-        if self.state is _BatchLaunch.READY and math.prod(block) > self.max_threads:
+        if math.prod(block) > self.max_threads:
             raise _BatchLaunchUnsupported(
                 f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
             )
@@ -5817,9 +5742,9 @@ class _CudaBatch:
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
 #     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
 #       (`_WarpTarget.cuda_launch`)
-#     - which launches are more than the start of a kernel (`_check_recorded_launch`)
+#     - which launches need more than one plain kernel launch (`_check_recorded_launch`)
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
-#     - that kernels which loop over the grid do not use z, and how native functions are created (10.5).
+#     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
 #       test_warp_a_batch_is_one_launch counts launches.
 
 _WARP_INSTALL = "pip install warp-lang numba"
@@ -5882,14 +5807,15 @@ def warp_kernel(
       kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  Without a kernel,
         `warp_kernel(outs=...)` is a decorator.
       outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a callable that returns one, as for `numba_kernel`.  The
-        callable gets the specs of arrays, and the values as they are.  If the launch is empty, outputs are zeros, or
-        the input that they are aliased to.
+        callable gets the specs of arrays, and the values as they are.  If a launch dimension is 0, outputs are zeros,
+        or the input that they are aliased to.
       launch_dims: An int, a tuple of up to 4 ints, or a callable of the inputs that returns one: the number of threads
         for each index of `wp.tid()`.  The callable gets JAX shapes, without batch dimensions.  By default, the
-        dimensions of the first array with more than one element.  The default is allowed if `wp.tid()` returns as many
-        indices, and if all other arrays begin with the same dimensions, or with ones.  The dimensions of vectors and
-        matrices do not count.  Too many threads write beyond arrays and corrupt memory.  To find out, set
-        `wp.config.mode = "debug"` before the first call.
+        dimensions of the first array, not counting arrays of one element, and without the dimensions of vectors and
+        matrices.  The default is allowed if `wp.tid()` returns one index per dimension, and if every other array begins
+        with the same dimensions, or with ones.  Arrays of one element, or with fewer dimensions, may have any shape.
+        Too many threads write beyond arrays and corrupt memory.  To find out, set `wp.config.mode = "debug"` before the
+        first call.
       block_dim: An int, the number of threads per block on GPUs.  On CPUs a block has one thread.  Default 256.
       tiled: A bool.  True for kernels whose blocks work on tiles, as with `wp.launch_tiled`.  Then `launch_dims` counts
         blocks, in up to 3 dimensions.  Default False.
@@ -5909,7 +5835,7 @@ def warp_kernel(
       ValueError: If `launch_dims` is missing or out of range, a value is out of range, an option does not support
         `differentiable`, or the kernel has no adjoint.
       RuntimeError: If Warp rejects a value.
-      NotImplementedError: If a launch is more than the start of one kernel: deterministic mode and clusters on GPUs,
+      NotImplementedError: If Warp needs more than one plain kernel launch: deterministic mode and clusters on GPUs,
         `enable_cpu_blocks` on CPUs.  Use `wp.jax_kernel`.  Also if a program for CUDA is lowered without a GPU.
 
     Example:
@@ -5959,17 +5885,19 @@ class _WarpOptions(_Options):
 
 
 class _WarpKernel(_Wrapper):
-    """A Warp kernel as a JAX function of arrays and values.
+    """A Warp kernel as a JAX function, with fixed values for some of its parameters.
 
-    A call separates the arrays from the values.  A `_WarpKernelWithValues`, one for each combination of values, is
-    called with the arrays:
+    The user's wrapper has no fixed values.  Its calls separate the arrays from the values.  Another `_WarpKernel`, one
+    for each combination of values, is called with the arrays:
 
-        f(x, 2.0)  ->  _WarpKernelWithValues(kernel, options, params, values={"factor": 2.0})._call_inputs([x])
+        f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_inputs([x])
+
+    `params` has all parameters of the kernel, and `parameters` the names of those that are not fixed.
     """
 
     decorator = "warp_kernel"
 
-    def __init__(self, kernel: Any, options: Any) -> None:
+    def __init__(self, kernel: Any, options: Any, fixed: Mapping[str, Any] | None = None) -> None:
         wp = _import("warp", "warp_kernel", _WARP_INSTALL)
         if not isinstance(kernel, wp.Kernel):
             raise _unsupported_kernel_error("warp_kernel", "a function decorated with warp.kernel", kernel)
@@ -5980,60 +5908,42 @@ class _WarpKernel(_Wrapper):
             )
         self.params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
         self.value_names = {name for name, param in self.params.items() if not param.ndim}
-        super().__init__(kernel, options, tuple(self.params))
-        self.by_values = _BoundedCache()  # {key of the values: `_WarpKernelWithValues`}
-
-    @functools.cached_property
-    def without_values(self) -> _WarpKernelWithValues:
-        return _WarpKernelWithValues(self.kernel, self.options, self.params, {})
+        # {parameter: value}.  An array with the value None is a null array.  Later traces need a copy, because the
+        # caller may change a struct.
+        self.fixed = copy.deepcopy(fixed or {})
+        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.fixed))
+        self.all_parameters = tuple(self.params)
+        self.by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not named and not self.value_names and types.NoneType not in map(type, args):
-            return self.without_values._call_inputs(args)
+            return self._call_inputs(args)  # fast path: only arrays, all by position
         arguments = self._bind_arguments(args, named)
-        values = {}
-        for name, argument in list(arguments.items()):
-            if name in self.value_names or argument is None:
-                values[name] = self.params[name].check_value(arguments.pop(name))
-        return self._with_values(values)._call_inputs([*arguments.values()])
+        fixed = {}
+        for name in list(arguments):
+            if name in self.value_names or arguments[name] is None:
+                fixed[name] = self.params[name].check_value(arguments.pop(name))
+        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than of a generator
+        wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, fixed))
+        return wrapper._call_inputs([*arguments.values()])
 
-    def _with_values(self, values: Mapping[str, Any]) -> _WarpKernelWithValues:
-        if not values:
-            return self.without_values
-        key = tuple([(name, _value_key(value)) for name, value in values.items()])
-        if key in self.by_values:
-            return self.by_values[key]
-        return self.by_values.keep(key, _WarpKernelWithValues(self.kernel, self.options, self.params, values))
-
-    # A pickle by value would contain the kernel's whole module, which the other process would then have twice.
+    # Pickle by reference, even if no module holds the wrapper.  A pickle by value would contain the kernel's whole
+    # module, which the other process would then have twice.
     _reduce_without_module = _PickledByReference._reduce_without_module
-
-
-class _WarpKernelWithValues(_Wrapper):
-    """A Warp kernel with fixed values for some parameters, as a JAX function of its arrays.
-
-    A value of None for an array is a null array.  `parameters` has the names of all parameters without a value.
-    """
-
-    decorator = "warp_kernel"
-
-    def __init__(self, kernel: Any, options: Any, params: Mapping[str, _WarpParam], values: Mapping[str, Any]) -> None:
-        super().__init__(kernel, options, tuple(name for name in params if name not in values))
-        self.params = params
-        self.all_parameters = tuple(params)
-        self.values = copy.deepcopy(values)  # for later traces, because the caller may change a struct
 
     # -- options that refer to arguments ---------------------------------------------------------------
 
     def _input_index(self, key: Any, n_in: int) -> int:
-        """Return the number of an aliased input.  A key that is a number counts all arguments, including values."""
+        """Return the index of an aliased input.  A key that is an index counts all arguments, including values."""
         name = dict(enumerate(self.params)).get(key, key)
         return super()._input_index(name, n_in)
 
     def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
         """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
-        specs = iter(ins)
-        arguments = [self.values[name] if name in self.values else next(specs) for name in self._argument_names(ins)]
+        arguments: list[Any] = list(ins)
+        for position, name in enumerate(self.params):
+            if name in self.fixed:
+                arguments.insert(position, self.fixed[name])
         return super()._option_value(what, arguments)
 
     # -- from a call to a target -----------------------------------------------------------------------
@@ -6052,41 +5962,42 @@ class _WarpKernelWithValues(_Wrapper):
                 f"got {n_in} inputs and {len(call.outs)} outputs, including scratch. An in-out argument is both, "
                 "and is listed in in_out_argnames."
             )
-        for number, (name, spec) in enumerate(zip(names, specs)):
-            self._check_array(name, spec, is_input=number < n_in, is_result=number < n_in + call.n_results)
-        buffers = {name: number for number, name in enumerate(names)}  # of an in-out argument: the output
-        _check_accesses(self, call, _warp_array_accesses(self.kernel), buffers, is_guarded=False)
+        for buffer, (name, spec) in enumerate(zip(names, specs)):
+            role = "input" if buffer < n_in else "output" if buffer < n_in + call.n_results else "scratch"
+            self.params[name].check_array(spec, "in-out" if name in self.in_outs else role)
+        # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
+        buffer_of = {name: buffer for buffer, name in enumerate(names)}
+        _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of, inputs_are_readonly=False)
         _warn_of_deferred_static(self.kernel, self.title)
-        return self._target(call, {(name, "data"): number for name, number in buffers.items()}, call.ins)
+        return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
 
-    def _check_array(self, name: str, spec: Spec, is_input: bool, is_result: bool) -> None:
-        role = "in-out" if name in self.in_outs else "input" if is_input else "output" if is_result else "scratch"
-        self.params[name].check_array(spec, role)
-
-    def _target(
-        self, call: _CallParams, buffers: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
+    def _make_target(
+        self, call: _CallParams, buffer_of: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
     ) -> _WarpTarget:
         """Return what launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
           call: the `_CallParams`.
-          buffers: {(parameter, "data" or "grad"): number of the buffer that the parameter's array gets}.
+          buffer_of: {(parameter, "data" or "grad"): index of the buffer that the parameter's array gets}.
           user_ins: the specs of the user's inputs, for options that are callables.
         """
         specs = call.ins + call.outs
         arrays = []
-        for (name, field), number in buffers.items():
-            arrays.append(_WarpArray(name, field, number, self.params[name].array_dims(specs[number].shape)))
+        for (name, field), buffer in buffer_of.items():
+            arrays.append(_WarpArray(name, field, buffer, self.params[name].array_dims(specs[buffer].shape)))
         launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
+        condition = ", if the kernel changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
             runs_on="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative_advice=self._derivative_advice(call),
+            derivative_advice=""
+            if self.options.differentiable
+            else f"Pass differentiable=True for reverse mode{condition}. ",
             kernel=self.kernel,
-            values=self.values,
-            key=(_warp_content(self.kernel), *map(_value_key, self.values.values())),
+            fixed=self.fixed,
+            key=(_warp_content(self.kernel), *map(_value_key, self.fixed.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
@@ -6095,34 +6006,26 @@ class _WarpKernelWithValues(_Wrapper):
             given_name=self.options.name,
             in_order=self.options.in_order,
         )
-        self._register_early(target)
-        return target
-
-    def _derivative_advice(self, call: _CallParams) -> str:
-        if self.options.differentiable:
-            return ""
-        condition = ", if the kernel changes nothing in place" if call.aliases else ""
-        return f"Pass differentiable=True for reverse mode{condition}. "
-
-    def _register_early(self, target: _WarpTarget) -> None:
-        """Build the kernel while JAX traces the call, so that errors of the build show the user's call."""
+        # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
         platform = _default_platform().replace("gpu", "cuda")
-        if platform not in ("cpu", "cuda") or target.is_noop:
-            return
-        target.prepare_lowering(platform)
-        if self.options.name:  # an exported program may have a batch, in a process that lowers none
-            target.prepare_lowering(platform, has_batch=True)
+        if platform in ("cpu", "cuda") and not target.is_noop:
+            target.prepare_lowering(platform)
+            if self.options.name:
+                # Register the handler for batches, too: a process that runs an exported program never lowers it.
+                target.prepare_lowering(platform, has_batch=True)
+        return target
 
     # -- launch dimensions -----------------------------------------------------------------------------
 
     def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
         launch_dims = self._option_value("launch_dims", user_ins)
-        accesses = _warp_array_accesses(self.kernel)
-        if launch_dims is None:
-            launch_dims = self._default_launch_dims(array_dims, self._argument_names(user_ins))
+        accesses = _warp_store_analysis(self.kernel)
+        shown = f"launch_dims={launch_dims}"
+        is_default = launch_dims is None
+        if is_default:
+            launch_dims = self._default_launch_dims(array_dims, n_arguments=len(user_ins) + len(self.fixed))
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
-            _check_n_indices(self.title, shown, len(launch_dims), accesses.n_indices, "wp.tid()")
         most_dims = _WARP_MAX_DIMS - self.options.tiled
         problem = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
@@ -6132,27 +6035,26 @@ class _WarpKernelWithValues(_Wrapper):
         dims = _ints(launch_dims, problem)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
         has_blocks = self.options.tiled or accesses.uses_tiles
-        if accesses.n_indices and not has_blocks:
-            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), accesses.n_indices, "wp.tid()")
+        if is_default or (accesses.n_indices and not has_blocks):
+            _check_n_indices(self.title, shown, len(dims), accesses.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(problem)
         return dims
 
-    def _default_launch_dims(
-        self, array_dims: Mapping[str, tuple[int, ...]], argument_names: Sequence[str]
-    ) -> tuple[int, ...]:
-        """Return the dimensions of the first array with more than one element, if all other arrays agree with them.
+    def _default_launch_dims(self, array_dims: Mapping[str, tuple[int, ...]], n_arguments: int) -> tuple[int, ...]:
+        """Return the dimensions of the first array, if every other array begins with the same dimensions, or with ones.
 
-        If arrays differ, any choice might leave out elements or write beyond an array.
+        If they differ, any choice might leave out elements or write beyond an array.  Two kinds of arrays are exempt:
+        those of one element (a parameter, or a total), and those with fewer dimensions (a value for each row).
         """
-        large = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
-        first, first_dims = next(iter((large or array_dims).items()), ("", ()))
+        counted = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
+        first, first_dims = next(iter((counted or array_dims).items()), ("", ()))
         n_dims = len(first_dims)
-        for name, dims in large.items():
+        for name, dims in counted.items():
             if len(dims) >= n_dims and dims[:n_dims] not in (first_dims, (1,) * n_dims):
-                shown = ", ".join(argument_names)
+                shown = ", ".join(self.all_parameters[:n_arguments])
                 raise ValueError(
-                    f"{self.title}: launch_dims may be omitted only if all arrays have the same dimensions. "
+                    f"{self.title}: launch_dims may be omitted only if all arrays begin with the same dimensions. "
                     f"{first!r} has {first_dims}, and {name!r} has {dims}. "
                     f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
@@ -6174,10 +6076,11 @@ class _WarpKernelWithValues(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_numbers(outs))])
+        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))])
         call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
-        float_inputs = _float_numbers(args)
-        gradients = call.bind(operands)[-len(float_inputs) :] if float_inputs else []  # the last results
+        float_inputs = _float_indices(args)
+        results = call.bind(operands)
+        gradients = results[len(results) - len(float_inputs) :]
         cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
         for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
@@ -6192,56 +6095,47 @@ class _WarpKernelWithValues(_Wrapper):
 
             (inputs, outputs, cotangents)  ->  (copies of what is overwritten, gradients of the inputs)
         """
-        input_names = self.parameters[: len(args)]
-        output_names = self.parameters[len(args) :]
-        replayed = _warp_array_accesses(self.kernel).replayed
-        arrays = []
-        for name, spec in zip(self.parameters, [*args, *outs], strict=True):
-            arrays.append(_AdjointArray(name, "data", "overwritten" if name in replayed else "read", spec))
-        arrays += [_AdjointArray(output_names[j], "grad", "overwritten", outs[j]) for j in _float_numbers(outs)]
-        arrays += [_AdjointArray(input_names[i], "grad", "result", args[i]) for i in _float_numbers(args)]
-        operands = [array for array in arrays if array.role != "result"]
-        overwritten = [array for array in arrays if array.role == "overwritten"]
-        results = overwritten + [array for array in arrays if array.role == "result"]
+        n_in = len(args)
+        names = self.parameters
+        replayed = _warp_store_analysis(self.kernel).stored_in_replay
+        # The specs of the arrays by (parameter, field), as in `_WarpArray`.
+        data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
+        cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
+        gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
+        operands = data | cotangents
+        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in replayed}
+        results = overwritten | gradients
         call = _CallParams(
-            ins=tuple([array.spec for array in operands]),
-            outs=tuple([array.spec for array in results]),
+            ins=tuple(operands.values()),
+            outs=tuple(results.values()),
             n_results=len(results),
-            aliases=tuple([(operands.index(array), results.index(array)) for array in overwritten]),
+            aliases=tuple((list(operands).index(key), result) for result, key in enumerate(overwritten)),
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
-        buffers = [*operands, *results]
-        # An overwritten array is in `buffers` twice.  Both buffers have the same memory, so either number is right.
-        numbers = {(array.parameter, array.field): buffers.index(array) for array in arrays}
-        target = self._target(call, numbers, args)
+        # An overwritten array has two buffers, an operand and a result, in the same memory.  Either index is right.
+        buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
+        target = self._make_target(call, buffer_of, args)
         _warn_of_stale_values(self.kernel, self.params, self.title)
         return dataclasses.replace(call, target=target)
 
 
-class _AdjointArray(NamedTuple):
-    """An array that Warp's adjoint of a kernel gets."""
-
-    parameter: str
-    field: str  # "data", or "grad" for its gradient
-    role: str  # "read"; "overwritten", an operand aliased to a result; "result", a gradient that starts from zeros
-    spec: Spec
-
-
-def _float_numbers(arrays: Sequence[Any]) -> list[int]:
-    """Return the numbers of those arrays that have a floating-point dtype, in their order."""
-    return [number for number, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
+def _float_indices(arrays: Sequence[Any]) -> list[int]:
+    """Return the indices of the arrays with a floating-point dtype."""
+    return [i for i, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
 
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
 # Code that only some versions of Warp need is here and in 10.3, with the versions.  Checked on 1.14 and 1.19.
+# `jaxtype_to_warptype` and `jaxinfo_to_warpinfo` are public functions, which other sections do not use.
 
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
     """Hold the lock of Warp, and yield the initialized module.
 
-    Warp's builds of modules are not thread-safe.  Warp prints nothing unless the user has raised its log level.
+    Warp's builds of modules are not thread-safe.  Warp prints no messages, unless the user has made it more verbose
+    than INFO, its default.
     """
     wp = _import("warp", "warp_kernel", _WARP_INSTALL)
     with _WARP_LOCK:
@@ -6256,7 +6150,7 @@ def _warp_session() -> Iterator[Any]:
 
 
 def jaxtype_to_warptype(dtype: Any) -> Any:
-    """Return the Warp scalar type of a dtype.
+    """Return the Warp scalar type of a dtype, to annotate the parameter of a kernel.
 
     Args:
       dtype: A dtype, or anything that `numpy.dtype` accepts.
@@ -6316,18 +6210,18 @@ class _WarpParam:
     title: str  # for error messages
     type: Any  # Warp's type
     dtype: np.dtype | None  # of the scalars; None for a struct
-    inner: tuple[int, ...]  # the shape of one element: () for scalars, (3,) for vec3
+    element_shape: tuple[int, ...]  # () for scalars, (3,) for vec3
     ndim: int  # number of dimensions of an array, without those of its elements; 0 for a value
 
     def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of an array, without those of its elements.  An input of one element may omit them."""
-        dims = shape[: len(shape) - len(self.inner)]
+        dims = shape[: len(shape) - len(self.element_shape)]
         return tuple(dims) or (1,) * self.ndim
 
     def __str__(self) -> str:
         """The parameter as a JAX array: float32[:,3]."""
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
-        dims = [":"] * self.ndim + [*map(str, self.inner)]
+        dims = [":"] * self.ndim + [*map(str, self.element_shape)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
     # -- values --
@@ -6335,29 +6229,24 @@ class _WarpParam:
     def check_value(self, value: Any) -> Any:
         """Return a value for the parameter as Warp can take it, or raise an error."""
         if isinstance(value, jax.core.Tracer):
-            element = f"wp.{self.dtype}" if self.dtype and not self.inner else "..."
-            raise self._value_error(
+            element = f"wp.{self.dtype}" if self.dtype and not self.element_shape else "..."
+            raise self._error(
                 TypeError,
                 value,
-                f"Annotate the parameter as wp.array(dtype={element}) and read its element [0], or mark the argument "
-                "as static: jax.jit(f, static_argnums=...)",
+                "This value is traced, but must be known when JAX traces the call. Annotate the parameter as "
+                f"wp.array(dtype={element}) and read its element [0], or mark the argument as static: "
+                "jax.jit(f, static_argnums=...)",
             )
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             # Warp would read the memory of any object as this struct.
-            raise self._value_error(TypeError, value, f"Pass an instance of {self.type.key}")
+            raise self._error(TypeError, value, f"Pass an instance of {self.type.key}")
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             for number in _python_numbers(value).ravel():
                 # Warp would wrap around.
                 if isinstance(number, (int, np.integer)) and not limits.min <= number <= limits.max:
-                    raise self._value_error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
+                    raise self._error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
         return np.asarray(value) if isinstance(value, jax.Array) else value
-
-    def _value_error(self, kind: type[Exception], value: Any, fix: str) -> Exception:
-        is_traced = isinstance(value, jax.core.Tracer)
-        rule = "so its value must be known when JAX traces the call" if is_traced else "so it must fit this type"
-        shown = f"the traced {_format_spec(value)}" if is_traced else f"{type(value).__name__} {value!r:.80}"
-        return kind(f"{self.title} is passed by value, as {self}, {rule}. Got {shown}. {fix}.")
 
     # -- arrays --
 
@@ -6367,41 +6256,51 @@ class _WarpParam:
         `role` is "input", "in-out", "output" or "scratch".
         """
         if self.ndim == 0:
-            self._raise(TypeError, spec, "Values are inputs. List the parameter before the outputs", is_value=True)
+            raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
         if spec.dtype != self.dtype:
-            self._raise(TypeError, spec, self._dtype_fix(spec, role))
-        has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.inner
-        if not has_all_dims and spec.shape != self.inner:
-            self._raise(TypeError, spec, self._shape_fix(spec, role))
-        if not has_all_dims and self.inner and role != "input":
-            # Otherwise `outs=lambda x: x` for float32[3] would be one vector, and three threads would write three.
-            one = (1,) * self.ndim + self.inner
-            fix = f"For a single element, declare {_spec_code(one, self.dtype)}"
-            self._raise(TypeError, spec, f"{fix}, and reshape the input: x.reshape{one}" if role == "in-out" else fix)
+            raise self._error(TypeError, spec, self._dtype_fix(spec, role))
+        has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
+        if not has_all_dims and spec.shape != self.element_shape:
+            raise self._error(TypeError, spec, self._shape_fix(spec, role))
+        if not has_all_dims and self.element_shape and role != "input":
+            # float32[3] can mean one vec3, or, by mistake, three of them (`outs=lambda x: x`).  In the second case, the
+            # kernel would write beyond the buffer.
+            one = (1,) * self.ndim + self.element_shape
+            reshape = f", and reshape the input: x.reshape{one}" if role == "in-out" else ""
+            fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
+            raise self._error(TypeError, spec, fix)
         if not all(isinstance(size, int) for size in spec.shape):
-            self._raise(NotImplementedError, spec, "A launch needs known dimensions. Export a program for each shape")
-        if max(1, *spec.shape, math.prod(spec.shape[1:]) * spec.dtype.itemsize) > _WARP_MAX_EXTENT:
+            raise self._error(NotImplementedError, spec, "A launch needs known dimensions. Export a program per shape")
+        largest_extent = max(spec.shape, default=1)
+        largest_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        if max(largest_extent, largest_stride) > _WARP_MAX_EXTENT:
             fix = f"Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}. Split the array"
-            self._raise(ValueError, spec, fix)
+            raise self._error(ValueError, spec, fix)
 
-    def _raise(self, kind: type[Exception], spec: Spec, fix: str, is_value: bool = False) -> None:
-        rule = f"is passed by value, as {self}" if is_value else f"must be an array {self}"
-        raise kind(f"{self.title} {rule}. Got {_format_spec(spec)}. {fix}.")
+    def _error(self, kind: type[Exception], argument: Any, fix: str) -> Exception:
+        """Return the error for a value, or for the spec of an array, that cannot be the argument."""
+        rule = f"must be an array {self}" if self.ndim else f"is passed by value, as {self}"
+        if isinstance(argument, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            shown = _format_spec(argument)
+        else:
+            shown = f"{type(argument).__name__} {argument!r:.80}"
+        return kind(f"{self.title} {rule}. Got {shown}. {fix}.")
 
     def _dtype_fix(self, spec: Spec, role: str) -> str:
         if role in ("output", "scratch"):
-            option = "outs" if role == "output" else "scratch"
-            return f"Declare it in {option} with its dtype: {_spec_code(spec.shape, self.dtype)}"
+            return f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
         cast = f"x = jnp.asarray(x, jnp.{self.dtype})"
         if self.dtype and self.dtype.itemsize == 8:
             return f"JAX truncates it to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
 
     def _shape_fix(self, spec: Spec, role: str) -> str:
-        if self.inner:
-            shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.inner))})"
+        if self.element_shape:
+            shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
-            return f"{fix}. Reshape it: x.reshape{(-1, *self.inner)}" if self.ndim == 1 and role == "input" else fix
+            if self.ndim == 1 and role == "input":
+                fix += f". Reshape it: x.reshape{(-1, *self.element_shape)}"
+            return fix
         if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
             return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
         return f"Reshape it to {self.ndim} dimensions"
@@ -6420,14 +6319,15 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
+    # False for arrays of structs, which JAX lacks, and for structs with arrays, whose pointers no handler replaces.
     is_struct_without_arrays = hasattr(element, "vars") and not _contains_arrays(warp_type)
     if dtype is None and not is_struct_without_arrays:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
             f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
         )
-    inner = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(title, warp_type, dtype, inner, ndim=warp_type.ndim if is_array else 0)
+    element_shape = tuple(getattr(element, "_shape_", ()))
+    return _WarpParam(title, warp_type, dtype, element_shape, ndim=warp_type.ndim if is_array else 0)
 
 
 def _contains_arrays(warp_type: Any) -> bool:
@@ -6451,6 +6351,7 @@ def _value_key(value: Any) -> tuple:
 def _warp_content(kernel: Any) -> tuple[str, ...]:
     """Return all that decides a kernel's machine code: its module, Warp's hash of it, and its options.
 
+    This also makes Warp update the `hash` and `grid_stride` of all kernels of the module, and try a failed build again.
     Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
     The module's name is included, because Warp builds each module on its own.  If a factory recreates a kernel in
     a unique module, and the hash is the same, Warp returns the existing module and kernel.
@@ -6458,82 +6359,52 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
-        kernel.module.get_module_hash()  # also updates the hashes of kernels
+        kernel.module.get_module_hash()  # updates the kernels
         options = kernel.module.resolve_options(wp.config) | kernel.options
         options["block_dim"] = None  # in Warp 1.14 that of the last launch
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {content: `_ArrayAccesses`}
+_WARP_ACCESSES = _BoundedCache()  # {content: `_StoreAnalysis`}
 
 
-def _warp_array_accesses(kernel: Any) -> _ArrayAccesses:
+def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     """Return what the source of a kernel does to its arrays."""
     content = _warp_content(kernel)
     given = [_ArrayView(arg.label, arg.type.ndim) if hasattr(arg.type, "ndim") else None for arg in kernel.adj.args]
-    return _WARP_SOURCES.get(content) or _WARP_SOURCES.keep(content, _ArrayAccesses(kernel, given))
+    return _WARP_ACCESSES.get(content) or _WARP_ACCESSES.keep(content, _StoreAnalysis(kernel, given))
 
 
-# Warp evaluates `wp.static(table[j])` only when it builds a kernel, if `j` is the variable of a loop.  Before that, it
-# hashes all kernels of the module without this value, and builds one kernel for each hash.  If `table` is a tuple, list
-# or other object that Warp does not hash itself, kernels of a factory that differ only in `table` have equal hashes.
-# All but one of them keep the hash without the value, and so may run each other's code (Warp 1.14 to 1.19, also with
-# `wp.launch`; which ones is random).  Such kernels are those whose deferred expressions have no value after hashing.
+# A deferred static is a `wp.static(table[j])` with the variable j of a loop.  Warp evaluates it only when it builds the
+# kernel.  Before that, it hashes all kernels of the module without the value, and builds one kernel for each hash.  If
+# `table` is a tuple, list or other object that Warp does not hash, kernels of a factory that differ only in `table`
+# have equal hashes.  Warp builds one of them, at random.  The others have no `deferred_static_expressions`,
+# and may run its code (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
-    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`."""
-    with _warp_session():
-        others = _similar_kernels(kernel)
-        if not others:
-            return
-        _warp_content(kernel)  # updates the hashes, and evaluates what Warp can
-        deferred = [text for function in _warp_functions(kernel) for text in _unevaluated_static(function)]
-        if not deferred or not any(_differ_in_captured_values(kernel, other) for other in others):
-            return
-    warnings.warn(
-        f"{title} may run the code of another kernel, because Warp takes kernels of one module for the same kernel if "
-        f"they differ only in `{deferred[0]:.60}` in a loop. Another kernel of this module differs only in "
-        'captured values. Decorate these kernels with @wp.kernel(module="unique").',
-        skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
-    )
+    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`.
+
+    The caller has updated the kernels of the module (`_warp_content`).
+    """
+    adj = kernel.adj
+    if adj.deferred_static_expressions or not adj.has_unresolved_static_expressions:
+        return
+    with _WARP_LOCK:
+        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == adj.source]
+    if len({_captured_key(other.func) for other in [kernel, *similar]}) > 1:
+        warnings.warn(
+            f"{title} may run the code of another kernel. Warp takes kernels of one module for the same kernel if they "
+            "differ only in the value of a wp.static in a loop, and another kernel of this module differs only in "
+            'captured values. Decorate these kernels with @wp.kernel(module="unique").',
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+        )
 
 
-def _warp_functions(kernel: Any) -> list[Any]:
-    """Return a kernel, followed by the user's functions that it calls, directly or indirectly."""
-    functions = [kernel]
-    for function in functions:  # the list grows in this loop
-        for called in function.adj.get_references()[2]:
-            overloads = () if called.is_builtin() else called.user_overloads.values()
-            functions += [overload for overload in overloads if overload not in functions]
-    return functions
-
-
-def _unevaluated_static(function: Any) -> list[str]:
-    """Return the text of each `wp.static` in a function, if Warp has deferred some and evaluated none of these."""
-    adj = function.adj
-    if not adj.has_unresolved_static_expressions or adj.deferred_static_expressions:
-        return []
-    calls = [node for node in ast.walk(adj.tree) if isinstance(node, ast.Call)]
-    return [ast.unparse(call) for call in calls if ast.unparse(call.func).endswith("static")]
-
-
-def _similar_kernels(kernel: Any) -> list[Any]:
-    """Return the other kernels of the module that have the same name and source."""
-    candidates: list[Any] = []
-    for other in kernel.module._get_live_kernels():
-        candidates += other.overloads.values() if other.is_generic else [other]
-    return [x for x in candidates if x is not kernel and (x.key, x.adj.source) == (kernel.key, kernel.adj.source)]
-
-
-def _differ_in_captured_values(*kernels: Any) -> bool:
-    """Return whether kernels, or the functions that they call, capture different values."""
-    keys = set()
-    for kernel in kernels:
-        values = [pair for function in _warp_functions(kernel) for pair in _captured_values(_py_func(function))]
-        # Warp hashes functions itself, and they are in `_warp_functions`.
-        keys.add(tuple([(name, _exact_text(x) or id(x)) for name, x in values if not hasattr(x, "adj")]))
-    return len(keys) > 1
+def _captured_key(function: Any) -> tuple:
+    """Return a key of the values that a function captures, except Warp functions, which Warp hashes itself."""
+    values = _captured_values(function)
+    return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
 # -- 10.4 A launch, as Warp records it -----------------------------------------------------------------
@@ -6548,24 +6419,19 @@ def _differ_in_captured_values(*kernels: Any) -> bool:
 # A batch launch (10.5) also passes the step of each buffer: the number of bytes from one slice to the next.
 
 
-def _placeholder_pointer(buffer: int) -> int:
-    """Return a number that stands for the pointer to a buffer.
+def _placeholder(buffer: int, is_step: bool) -> int:
+    """Return a number that stands for the pointer to a buffer, or for its step.
 
-    No other word of a launch is such a number by accident.  It is aligned as pointers are.
+    No other word of a launch is such a number by accident.  Those of pointers are aligned, as Warp expects.
     """
-    return 0x5EED_0F0A_C417_0000 + 16 * buffer
-
-
-def _placeholder_step(buffer: int) -> int:
-    """Return a number that stands for the step of a buffer."""
-    return 0x5EED_0F0A_C416_FFF0 - 16 * buffer  # below all placeholder pointers
+    return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
 
 class _Placeholder(NamedTuple):
     """A word of a launch that the handler replaces for each slice."""
 
-    word: int  # the position in the words of the launch
-    buffer: int  # the number of the buffer
+    position: int  # in the words of the launch
+    buffer: int  # the index of the buffer
     is_step: bool  # replaced by the step of the buffer; otherwise by the pointer
 
 
@@ -6574,7 +6440,7 @@ class _WarpArray(NamedTuple):
 
     parameter: str
     field: str  # "data", or "grad" for the gradient of the parameter
-    buffer: int  # the number among the inputs and outputs of the call
+    buffer: int  # the index among the inputs and outputs of the call
     dims: tuple[int, ...]  # without those of vectors and matrices
 
 
@@ -6586,8 +6452,8 @@ class _WarpTarget(_Target):
     """
 
     kernel: Any = dataclasses.field(compare=False)
-    values: Mapping[str, Any] = dataclasses.field(compare=False)
-    key: tuple  # compared instead of the kernel and the values
+    fixed: Mapping[str, Any] = dataclasses.field(compare=False)  # values, and None for null arrays
+    key: tuple  # compared instead of the kernel and the fixed values
     arrays: tuple[_WarpArray, ...]
     launch_dims: tuple[int, ...]
     block_dim: int
@@ -6601,9 +6467,9 @@ class _WarpTarget(_Target):
         """Record a launch, and register a handler for it."""
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
         if not devices:
-            return super().prepare_lowering(platform)  # raises the error
+            return super().prepare_lowering(platform)  # raises: unsupported platform
         if platform == "cuda" and has_batch:
-            with _log_per_slice_fallback(self.title):
+            with _log_per_slice_fallback(self.title):  # if a batch launch is unsupported, log the reason and go on
                 return self._for_batch_launch().prepare_lowering(platform)
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
@@ -6611,11 +6477,11 @@ class _WarpTarget(_Target):
             emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
             # Read the content again, because it may have changed since the kernel was traced.
             content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
-            layout = str((platform, emitter.block_sizes, emitter.placeholders))
+            layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, content, platform, self.given_name, layout)
 
             def compile_handler() -> _CompiledHandler:
-                _import("numba", "warp_kernel compiles what XLA calls with Numba's LLVM: it", _NUMBA_INSTALL)
+                _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
                 return _compile_handler(self.signature, emitter)
 
             name = _REGISTRY.warp_target_name(specialization, compile_handler)
@@ -6625,8 +6491,13 @@ class _WarpTarget(_Target):
         """Return a target that runs a batch in one launch."""
         if self.in_order:
             raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-        arrays = tuple([array._replace(dims=()) for array in self.arrays])
+        # Without dimensions, so that the cached batch kernel serves all shapes.
+        arrays = tuple(array._replace(dims=()) for array in self.arrays)
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
+
+    @property
+    def uses_tiles(self) -> bool:
+        return _warp_store_analysis(self.kernel).uses_tiles
 
     # -- recording -------------------------------------------------------------------------------------
 
@@ -6639,6 +6510,7 @@ class _WarpTarget(_Target):
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         if gradients:
             self._check_has_adjoint()
+            # Values have an adjoint, too, which starts from zero and is not used.
             adjoint_inputs = [gradients.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
@@ -6651,12 +6523,12 @@ class _WarpTarget(_Target):
 
     def _launch_arguments(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
         """Return {parameter: argument} and {parameter: gradient}, with arrays at placeholder pointers."""
-        arguments = dict(self.values)
+        arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
+        # Gradients ("grad") come before data, because the array with the data refers to its gradient.
         for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field, reverse=True):
-            # Gradients come first, because the array with the data refers to its gradient.
             array = wp.array(
-                ptr=_placeholder_pointer(buffer),
+                ptr=_placeholder(buffer, is_step=False),
                 shape=dims,
                 dtype=warp_types[name].dtype,
                 device=device,
@@ -6664,7 +6536,7 @@ class _WarpTarget(_Target):
             )
             (arguments if field == "data" else gradients)[name] = array
             if self.is_batch_launch:
-                arguments[_STEP.format(buffer)] = _placeholder_step(buffer)
+                arguments[_STEP.format(buffer)] = _placeholder(buffer, is_step=True)
         return arguments, gradients
 
     def _check_has_adjoint(self) -> None:
@@ -6677,7 +6549,7 @@ class _WarpTarget(_Target):
             )
 
     def _check_recorded_launch(self, wp: Any, command: Any, device: str) -> None:
-        """Raise an error if the kernel was not built, or if a launch is more than the start of one kernel."""
+        """Raise an error if the kernel was not built, or if Warp needs more than one plain kernel launch."""
         if command is None:  # some versions of Warp report a failed build only once
             raise RuntimeError(
                 f"{self.title}: Warp cannot build kernel {self.kernel.key!r}. It has reported the error before, in its "
@@ -6687,46 +6559,46 @@ class _WarpTarget(_Target):
             feature = "Warp's deterministic mode"
         elif getattr(command, "cluster_dim", 1) != 1:
             feature = "clusters"
-        elif device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and self._uses_blocks():
+        elif device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.is_tiled or self.uses_tiles):
             feature = "wp.config.enable_cpu_blocks"
         else:
             return
         raise NotImplementedError(
-            f"{self.title}: a launch must be a single start of the kernel. It is more with {feature}. Switch this off, "
-            "or call the kernel with wp.jax_kernel."
+            f"{self.title}: a call must need only one plain kernel launch. Warp needs more with {feature}. Switch this "
+            "off, or call the kernel with wp.jax_kernel."
         )
-
-    def _uses_blocks(self) -> bool:
-        return self.is_tiled or _warp_array_accesses(self.kernel).uses_tiles
 
     # -- reading the recorded launch -------------------------------------------------------------------
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the placeholders among the words of a launch.  There is at least one for each buffer."""
-        meanings = {_placeholder_pointer(array.buffer): (array.buffer, False) for array in self.arrays}
-        if self.is_batch_launch:
-            meanings |= {_placeholder_step(array.buffer): (array.buffer, True) for array in self.arrays}
+        meanings: dict[int, tuple[int, bool]] = {}  # {placeholder: (buffer, is_step)}
+        for array in self.arrays:
+            for is_step in {False, self.is_batch_launch}:
+                meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
         if not meanings.keys() <= set(words):
             raise NotImplementedError(
                 f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
                 "call the kernel with wp.jax_kernel."
             )
-        return tuple([_Placeholder(n, *meanings[word]) for n, word in enumerate(words) if word in meanings])
+        return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
     def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
         """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
-        if n_threads % threads_per_block and _warp_array_accesses(self.kernel).uses_tiles:
+        if n_threads % threads_per_block and self.uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads_per_block} threads of a block work on a tile. "
                 f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
                 "that launch_dims counts blocks."
             )
-        n_blocks = -(-n_threads // threads_per_block)
-        has_grid_loop = getattr(self.kernel, "grid_stride", True)  # set by `_warp_content`; missing in Warp 1.14
-        x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
-        return x, -(-n_blocks // x), 1, threads_per_block, 1, 1, shared_mem
+        n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
+        has_grid_loop = getattr(self.kernel, "grid_stride", True)  # updated by `_warp_content`; missing in Warp 1.14
+        grid_x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
+        grid = grid_x, -(-n_blocks // grid_x), 1
+        block = threads_per_block, 1, 1
+        return *grid, *block, shared_mem
 
 
 def _packed_parameters(command: Any) -> list[bytes]:
@@ -6744,8 +6616,8 @@ def _packed_parameters(command: Any) -> list[bytes]:
         dry_run = copy.copy(command)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
-    blocks = map(bytes, packed)
-    return [block + bytes(-len(block) % 8) for block in blocks]
+    params_memory = map(bytes, packed)
+    return [memory + bytes(-len(memory) % 8) for memory in params_memory]
 
 
 class _WarpEmitter(_Emitter):
@@ -6757,9 +6629,9 @@ class _WarpEmitter(_Emitter):
         direction = "backward" if command.adjoint else "forward"
         self.commands = commands  # keep Warp's modules loaded
         entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
-        blocks = _packed_parameters(command)
-        self.words = tuple(memoryview(b"".join(blocks)).cast("q").tolist())
-        self.block_sizes = tuple([len(block) // 8 for block in blocks])  # in words
+        params_memory = _packed_parameters(command)
+        self.words = tuple(memoryview(b"".join(params_memory)).cast("q").tolist())
+        self.param_sizes = tuple(len(memory) // 8 for memory in params_memory)  # in words
         self.placeholders = target.placeholders_in(self.words)
         self.is_batch_launch = target.is_batch_launch
         if command.device.is_cpu:
@@ -6770,12 +6642,13 @@ class _WarpEmitter(_Emitter):
 
     def _prepare_for_cpu(self, target: _WarpTarget, entry: int) -> None:
         self.launch = self.words
-        self.kernel_address = entry
-        if _warp_array_accesses(target.kernel).uses_tiles:
+        self.kernel_address = entry  # `_compile_handler` copies it to the handler's data
+        if target.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock_address)
-        self.code_key = "warp", self.block_sizes, self.placeholders, bool(self.lock_address)
+        # Handlers with this key share their object code.  On GPUs, it contains the address of the launcher's functions.
+        self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
 
     def _prepare_for_cuda(self, target: _WarpTarget, entries: Sequence[int], launch: tuple[int, ...]) -> None:
         self.libcuda = _LibCuda()
@@ -6783,42 +6656,41 @@ class _WarpEmitter(_Emitter):
         functions = dict(zip(_cuda_ordinals(), entries, strict=True))
         self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
-        exceeded = max([self.libcuda.exceeded(entry, launch) for entry in entries])
-        if self.is_batch_launch and exceeded:  # a batch kernel may need more registers
-            raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
+        for entry in entries if self.is_batch_launch else ():
+            if exceeded := self.libcuda.exceeded_limits_text(entry, launch):  # a batch kernel may need more registers
+                raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        n_words = sum(self.block_sizes)
+        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
         words = handler.alloca(_I64, n_words)
-        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if self.libcuda else 0)
+        is_cuda = self.libcuda is not None
+        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
         handler.copy_bytes(words, first, 8 * n_words)
-        starts = itertools.accumulate(self.block_sizes[:-1], initial=0)
-        blocks = [words + 8 * start for start in starts]  # the address of each parameter
-        start_kernel = self.launcher.launch_in(handler, frame) if self.libcuda else None
+        params = [words + 8 * offset for offset in offsets]  # the address of each parameter
+        launch_kernel = self.launcher.write_launch_setup(handler, frame) if is_cuda else None
 
         def replace_placeholders(arrays: Sequence[_SliceArray]) -> None:
-            for placeholder in self.placeholders:
-                number = placeholder.buffer
-                value = buffers[number].step if placeholder.is_step else arrays[number].pointer
-                handler.store(value, words + 8 * placeholder.word)
+            for position, buffer, is_step in self.placeholders:
+                value = buffers[buffer].step if is_step else arrays[buffer].pointer
+                handler.store(value, words + 8 * position)
 
-        if start_kernel and self.is_batch_launch:
+        if launch_kernel and self.is_batch_launch:
             with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 replace_placeholders(arrays)
-                start_kernel(blocks, z=n_slices)
+                launch_kernel(params, z=n_slices)
             return
         with handler.each_slice(buffers, count) as arrays:
             replace_placeholders(arrays)
-            if start_kernel:
-                start_kernel(blocks)
+            if launch_kernel:
+                launch_kernel(params)
             else:
-                handler.call(handler.data.kernel_address, *blocks)
+                handler.call(handler.data.kernel_address, *params)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
-# On a GPU, a batch is one launch, whose blocks along z are the slices.  Warp does not use z: it counts threads along x,
-# and along y if kernels do not loop over the grid.  The launched kernel is a copy of the user's kernel, the batch
-# kernel.  Its first lines move each array to the slice of the block:
+# On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
+# kernel, the batch kernel.  It loops over the grid along x (`grid_stride`), because only such kernels leave z free.
+# Its first lines move each array to the slice of the block:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -6847,13 +6719,14 @@ def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
 
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
-    if _warp_array_accesses(kernel).has_own_code or kernel.adj.transformers:
+    if _warp_store_analysis(kernel).has_opaque_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     variables = _captured_variables(kernel.func)
+    # A copy without changes must have the same hash.  Otherwise, the globals have changed since Warp read them.
     plain_copy = _copy_kernel(kernel, source, annotations, variables)
-    plain_copy.module.get_module_hash()  # also updates the hashes of kernels
+    plain_copy.module.get_module_hash()  # updates the kernel's hash
     if plain_copy.hash != kernel.hash:
         raise _BatchLaunchUnsupported("what it names is something else now than when Warp read it")
     lines = []
@@ -6864,7 +6737,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
         lines.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
     tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
+    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)  # so that z is free
 
 
 def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
@@ -6915,9 +6788,9 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
 _SUMS = frozenset({"atomic_add", "atomic_sub"})
+_STALE = "Warp's adjoint needs {} as it was in `{:.60}`, but has a later value"
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
-_BUILTIN_ADVICE = "Compute the value from other functions."
 
 
 class _OutputRead(NamedTuple):
@@ -6938,6 +6811,7 @@ class _StaleValues(_AbstractInterpreter):
         super().__init__()
         self.adjoint = function.adj
         self.max_unroll = max_unroll
+        self.loop_advice = _LOOP_ADVICE.format(max_unroll)
         self.outputs = outputs
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
         self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
@@ -6951,23 +6825,19 @@ class _StaleValues(_AbstractInterpreter):
         line = node.lineno + self.adjoint.fun_lineno - 1
         self.found.setdefault((self.adjoint.filename, line), (problem, advice))
 
-    def report_stale(self, node: Any, name: str, advice: str) -> None:
-        problem = f"Warp's adjoint needs {name!r} as it was in `{ast.unparse(node):.60}`, but has a later value"
-        self.report(node, problem, advice)
-
     def use(self, node: Any, taints: set) -> None:
         """Note that the adjoint of an expression uses values with these taints."""
         for taint in sorted(taints - {_HAS_GRADIENT}, key=str):
             if isinstance(taint, _OutputRead):
                 self.reads.append((taint, node))
             else:
-                self.report_stale(node, taint, _LOOP_ADVICE.format(self.max_unroll))
+                self.report(node, _STALE.format(repr(taint), ast.unparse(node)), self.loop_advice)
 
     def store(self, array: str) -> None:
         """Note a store to an output: the elements that were read before are stale."""
         for read, node in self.reads:
             if read.array == array:
-                self.report_stale(node, read.text, _OUTPUT_ADVICE)
+                self.report(node, _STALE.format(repr(read.text), ast.unparse(node)), _OUTPUT_ADVICE)
 
     # -- statements --
 
@@ -6983,7 +6853,7 @@ class _StaleValues(_AbstractInterpreter):
                 self.use(test, self.evaluate(test))
                 super().run_statement(node)
             case ast.Break():
-                self.report_stale(node, "the loop that it leaves", _LOOP_ADVICE.format(self.max_unroll))
+                self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
                 self.use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
                 body = [ast.Assign([target], ast.Constant(0)), *body]
@@ -6999,10 +6869,12 @@ class _StaleValues(_AbstractInterpreter):
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
         """Return whether Warp unrolls a loop; then each iteration has its own variables."""
-        leaves_early = any(isinstance(x, (ast.Break, ast.Continue)) for s in body for x in ast.walk(s))
-        with contextlib.suppress(AttributeError, TypeError):  # not a range, or its length is unknown
-            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll and not leaves_early
-        return False
+        if any(isinstance(x, (ast.Break, ast.Continue)) for statement in body for x in ast.walk(statement)):
+            return False
+        try:
+            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll
+        except (AttributeError, TypeError):  # not a range, or its length is unknown
+            return False
 
     def constant(self, node: Any) -> Any:
         """Return the value of an expression of constants and captured variables, otherwise None."""
@@ -7012,19 +6884,19 @@ class _StaleValues(_AbstractInterpreter):
         return None
 
     def run_loop(self, body: Sequence[Any]) -> None:
-        for name in set().union(*map(self.assigned_variables, body)):
+        for name in _union(map(self.assigned_variables, body)):
             self.variables[name] = self.variables.get(name, set()) | {name}
         super().run_loop(body)
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
         """Return the local variables to which a statement assigns, or to a part of which."""
         targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
-        return {getattr(_root(x), "id", "") for x in targets} - self.parameters
+        return set(map(_root_name, targets)) - self.parameters
 
     def assign(self, target: Any, value: Any) -> None:
         taints = self.evaluate(value)
         self.evaluate(target)  # its indices
-        self.store(getattr(_root(target), "id", ""))
+        self.store(_root_name(target))
         for name in self.assigned_variables(target):
             if isinstance(target, (ast.Subscript, ast.Attribute)):  # the other elements keep their values
                 taints = taints | self.variables.get(name, set())
@@ -7042,7 +6914,7 @@ class _StaleValues(_AbstractInterpreter):
                 return set()
             case ast.Subscript(value=array, slice=index):
                 self.use(node, self.evaluate(index))
-                name = getattr(_root(array), "id", "")
+                name = _root_name(array)
                 read = {_OutputRead(name, ast.unparse(node))} if name in self.outputs else set()
                 return self.evaluate(array) | read
             case ast.BinOp(left=left, op=op, right=right):
@@ -7052,30 +6924,38 @@ class _StaleValues(_AbstractInterpreter):
                 return a | b
             case ast.Call():
                 return self.evaluate_call(node, is_used=True)
+            case ast.Compare():
+                return self.evaluate_children(node) - {_HAS_GRADIENT}
             case ast.IfExp(test=test):
                 self.use(test, self.evaluate(test))
-        taints = set().union(*map(self.evaluate, ast.iter_child_nodes(node)))
-        return taints - {_HAS_GRADIENT} if isinstance(node, ast.Compare) else taints
+        return self.evaluate_children(node)
 
     def evaluate_call(self, node: ast.Call, is_used: bool) -> set:
         """Return the taints of a call; `is_used` says whether its value is used."""
-        arguments = list(map(self.evaluate, [*node.args, *node.keywords]))
-        taints = set().union(*arguments)
+        arguments = [self.evaluate(x) for x in (*node.args, *node.keywords)]
+        taints = _union(arguments)
         value = self.constant(node.func)
         function = _warp_function(value, node.func)
         name = function.key if _is_warp_builtin(function) else ""
-        if _HAS_GRADIENT in taints and (name in _WITHOUT_ADJOINT or (name in _SUMS and is_used)):
-            self.report(
-                node, f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`", _BUILTIN_ADVICE
-            )
+        has_gradient = _HAS_GRADIENT in taints
+        if has_gradient and (name in _WITHOUT_ADJOINT or (name in _SUMS and is_used)):
+            problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`"
+            self.report(node, problem, "Compute the value from other functions.")
         if name in _SUMS:
-            self.use(node, set().union(*arguments[1:-1]))  # the indices
-        elif _HAS_GRADIENT in taints and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
+            self.use(node, _union(arguments[1:-1]))  # the indices
+        elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
             self.use(node, taints)
         if _effect(function) in ("stores", "unknown"):
             for argument in node.args:
                 self.store(getattr(argument, "id", ""))
         return taints
+
+
+def _root_name(target: Any) -> str:
+    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return getattr(target, "id", "")
 
 
 def _is_linear(op: ast.operator, a: set, b: set) -> bool:
@@ -7085,19 +6965,31 @@ def _is_linear(op: ast.operator, a: set, b: set) -> bool:
     return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
 
 
+def _warp_functions(kernel: Any) -> list[Any]:
+    """Return a kernel, followed by the user's functions that it calls, directly or indirectly."""
+    functions = [kernel]
+    for function in functions:  # the list grows in this loop
+        for called in function.adj.get_references()[2]:
+            overloads = () if called.is_builtin() else called.user_overloads.values()
+            functions += [overload for overload in overloads if overload not in functions]
+    return functions
+
+
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
     """Warn of statements whose adjoints are wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
-    accesses = _warp_array_accesses(kernel)
-    without_gradient = {name for name, param in params.items() if not param.ndim or np.dtype(param.dtype).kind != "f"}
+    _WARNED_KERNELS.add(kernel)
+    with_gradient = [
+        name for name, param in params.items() if param.ndim and jax.dtypes.issubdtype(param.dtype, np.floating)
+    ]
+    without_gradient = params.keys() - with_gradient
+    stores = _warp_store_analysis(kernel).stores
+    outputs = {name for name in params if stores[name]}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
-    kernel_and_helpers = list(dict.fromkeys(function for function, _ in accesses.results))
-    found = _StaleValues(
-        kernel, without_gradient, {name for name in params if accesses.accesses[name]}, max_unroll
-    ).found
-    for helper in kernel_and_helpers[1:]:
+    found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
+    for helper in _warp_functions(kernel)[1:]:
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
         warnings.warn(
@@ -7105,7 +6997,6 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
             'gradient by jax.test_util.check_grads(f, args, order=1, modes=["rev"]).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
-    _WARNED_KERNELS.add(kernel)
 
 
 # ======================================================================================================
