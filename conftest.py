@@ -217,16 +217,18 @@ def no_exception_is_taken_for_a_fallback(caplog):
 def pytest_addoption(parser):
     names = {"default": [], "type": lambda names: names.split(",")}
     parser.addoption("--require", metavar="NAMES", help="fail instead of skipping if one of these is missing", **names)
+    parser.addoption("--needing", metavar="NAMES", help="select the tests that need one of these conditions", **names)
     parser.addoption("--warnings-are-errors", action="store_true", help="except those that pyproject.toml ignores")
     parser.addoption("--outcomes-out", metavar="PATH", help="write the outcome of each test as JSON")
     parser.addoption("--grid-out", metavar="PATH", help="append the grid of the matrix, as Markdown")
 
 
 def pytest_configure(config):
-    """Reject names that --require does not know, because they would require nothing, and filter warnings."""
-    for name in config.getoption("--require"):
-        if name not in TESTED:
-            raise pytest.UsageError(f"--require={name}: unknown; choose from {', '.join(TESTED)}")
+    """Reject unknown names, which would require or select nothing, and filter warnings."""
+    for option, known in (("--require", TESTED), ("--needing", CONDITIONS)):
+        for name in config.getoption(option):
+            if name not in known:
+                raise pytest.UsageError(f"{option}={name}: unknown; choose from {', '.join(known)}")
     if config.getoption("--warnings-are-errors"):
         config.getini("filterwarnings").insert(0, "error")
 
@@ -258,7 +260,10 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run the tests that start processes first, because they take longest."""
+    """Select tests for --needing.  Run the tests that start processes first, because they take longest."""
+    if needing := {*config.getoption("--needing")}:
+        config.hook.pytest_deselected(items=[item for item in items if not needing & {*requirements_of(item)}])
+        items[:] = [item for item in items if needing & {*requirements_of(item)}]
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     matrix = next((item.module for item in items if item.originalname == "test_matrix"), None)
     if matrix:

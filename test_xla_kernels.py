@@ -2918,7 +2918,8 @@ def test_redefined_kernel_keeps_its_name_if_unchanged():
 
 
 # ======================================================================================================
-# Numba CUDA
+# Numba CUDA.  The names of tests say where they run: test_cuda_ anywhere, test_fakecuda_ in the process with a fake
+# driver that test_cuda_fake_driver starts, test_on_cuda_ on a GPU or in Numba's simulator, test_gpu_ only on a GPU
 
 on_gpu = pytest.mark.needs("gpu")
 on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
@@ -2934,10 +2935,6 @@ def cuda_add(x, y, out):
         out[i] = x[i] + y[i]
 
 
-def cuda_count(x, out):
-    cuda.atomic.add(out, 0, x[0])
-
-
 def cuda_identity(n, out):
     i, j = cuda.grid(2)
     out[i, j] = i == j
@@ -2945,15 +2942,15 @@ def cuda_identity(n, out):
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
 
-FAKED = [  # the modules `cuda` of the successor of numba-cuda, and of numba-cuda, which takes Numba's own place
+FAKE_DRIVER_PACKAGES = [  # the `cuda` modules of numba-cuda-mlir and of numba-cuda, which replaces Numba's own
     pytest.param("numba_cuda_mlir.cuda", marks=pytest.mark.needs("fake driver", "numba-cuda-mlir")),
     pytest.param("numba.cuda", marks=pytest.mark.needs("fake driver", "numba-cuda")),
 ]
 
 
-@pytest.fixture(params=FAKED)
+@pytest.fixture(params=FAKE_DRIVER_PACKAGES)
 def package_cuda(request, gpus):
-    """The module of a package, in a process that has the fake driver."""
+    """Return the `cuda` module of a package, in a process that has the fake driver."""
     return importlib.import_module(request.param)
 
 
@@ -2961,8 +2958,8 @@ def is_successor(package_cuda):
     return package_cuda.__name__ == "numba_cuda_mlir.cuda"
 
 
-def written_for(package_cuda, function, **names):
-    """The same kernel with the `cuda` of a package, and with these globals."""
+def for_package(package_cuda, function, **names):
+    """Return a copy of a function whose globals have this `cuda` and these names."""
     names = {**function.__globals__, "cuda": package_cuda, **names}
     return types.FunctionType(function.__code__, names, function.__name__)
 
@@ -2970,13 +2967,13 @@ def written_for(package_cuda, function, **names):
 KERNEL_NUMBERS = itertools.count(1)
 
 
-def own_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, **options):
-    """A kernel that no other test has compiled."""
+def new_cuda_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, **options):
+    """Return a kernel that no other test has compiled, because its code has a number of its own."""
     function = kernel_from_body(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
     return package_cuda.jit(**options)(function)
 
 
-# -- without a GPU: what XLA is told -------------------------------------------------------------------
+# -- lowering without a GPU ----------------------------------------------------------------------------
 
 
 def lower_for_cuda(function, *args):
@@ -2984,20 +2981,20 @@ def lower_for_cuda(function, *args):
 
 
 def run_for_cuda(function, *args):
-    """Lower for CUDA, and run that program on the CPU."""
+    """Lower a function for CUDA, and run this program on the CPU."""
     return jax.block_until_ready(program_for_cuda(function, *args)(*args))
 
 
 def program_for_cuda(function, *args):
-    """For JAX an exported program, so that it may be lowered for another platform than it runs on."""
+    """Return a callable program that is lowered for CUDA.  Only exported programs run on another platform."""
     names = re.findall(r"custom_call @\"?([\w.]+)", lower_for_cuda(function, *args))
     checks = [export.DisabledSafetyCheck.platform(), *map(export.DisabledSafetyCheck.custom_call, names)]
     return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).call
 
 
 @pytest.mark.needs("compiler")
-def test_cuda_nothing_to_run_is_no_call():
-    """XLA may not capture an empty launch in a CUDA graph."""
+def test_cuda_empty_launch_adds_no_custom_call():
+    """XLA cannot capture an empty launch in a CUDA graph."""
     options = {"launch_dims": lambda x: x.size - 3, "input_output_aliases": {0: 1}, "zero_outputs": False}
     op = xk.numba_cuda_kernel(cuda.jit(lambda x, y, z: None), lambda x: (x, x), **options)
     assert "custom_call" in lower_for_cuda(jax.vmap(op), spec(1, 4))
@@ -3010,16 +3007,17 @@ BLOCK = {"grid": 1, "block": 1}
 
 
 @pytest.mark.needs("no gpu", "compiler")
-def test_cuda_without_gpu_or_simulator():
+def test_cuda_kernel_without_gpu_is_rejected():
     op = batch_op(cuda.jit(cuda_add))
     for call in (op, op, jax.jit(op)):
         with pytest.raises(NotImplementedError, match=r"'cuda_add' .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
             call(F32, F32)
 
 
-# -- without a GPU: what the driver is asked to do -----------------------------------------------------
-# In one process with a `libcuda.so.1` that has two GPUs, keeps a log, and runs no kernel.  Programs are lowered for
-# CUDA and run on the CPU, whose memory the fake GPUs share; handlers are told their stream and device as on a GPU.
+# -- driver calls without a GPU ------------------------------------------------------------------------
+# These tests run in one process with a `libcuda.so.1` that has two GPUs, logs memsets and launches, and runs no kernel.
+# Programs are lowered for CUDA and run on the CPU, whose memory the fake GPUs share.  FakeGpus gives handlers their
+# stream and device.
 
 FAKE_DRIVER = r"""
 #include <dlfcn.h>
@@ -3099,10 +3097,10 @@ R cuGetProcAddress_v2(const char *name, P *result, int version, D flags, int *st
 
 
 class FakeGpus:
-    """Two GPUs that JAX lists; XLA gives handlers for CUDA a stream and a device, and runs them on the CPU."""
+    """Two GPUs in JAX's list of devices.  Handlers for CUDA run on the CPU, with a stream and a device."""
 
     HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-    device = 0  # on which calls are
+    device = 0  # the ordinal of the GPU that handlers get
 
     def __init__(self):
         self.handlers, self.traits_of = {}, {}  # by the name of the target
@@ -3125,7 +3123,7 @@ class FakeGpus:
         self.register(name, handler, "cpu", **options)
 
     def call(self, name, handler, frame_address):
-        """Call a handler with an API that has a GPU; or, with an extension, ask for its metadata."""
+        """Call a handler with an API that has a GPU.  If the frame asks for metadata, record the traits."""
         frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
         if frame.extension_start:
             error = handler(frame_address)
@@ -3146,12 +3144,12 @@ class FakeGpus:
         xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.device
 
     def traits(self, function, *args):
-        """What XLA is told about the handlers of a program: 1 is compatible with command buffers."""
+        """Return the traits of the handlers in a program.  1 means compatible with command buffers."""
         return {self.traits_of[name] for name in re.findall(r"custom_call @([\w.]+)", lower_for_cuda(function, *args))}
 
 
 class FakeDriver(FakeGpus):
-    """Those of a `libcuda.so.1` that keeps a log and runs no kernel."""
+    """The fake GPUs together with the fake `libcuda.so.1`."""
 
     def __init__(self):
         super().__init__()
@@ -3159,34 +3157,37 @@ class FakeDriver(FakeGpus):
         self.driver.take_log.restype = ctypes.c_char_p
 
     def set(self, **values):
-        """What the driver has under these names, of which this object tells handlers its device."""
+        """Set variables of the driver.  Handlers get `device` from this object."""
         vars(self).update(values)
         for name, value in values.items():
             ctypes.c_int.in_dll(self.driver, name).value = value
 
     def log(self):
-        """What the driver was asked for since the last time: each time a text, and the parameters of a launch."""
+        """Return the driver calls since the last time, each as a text and the fill byte or the launch parameters."""
         return [json.loads(line) for line in self.driver.take_log().splitlines()]
 
     def launches(self, function, *args):
-        """What a call calls: on which device, grid, block, and shared memory."""
+        """Call a function, and return its launches as texts: device, grid, block, and dynamic shared memory."""
         self.log()
         run_for_cuda(function, *args)
         return [text for text, _ in self.log() if " x " in text]
 
     def launches_and_addresses(self, package_cuda, arrays_of_launches, function, *args):
-        """The same, and the addresses of the arrays that each launch got: like these, packed as the package does."""
+        """Call a function, and return its launches and the addresses of the arrays that each of them got.
+
+        The arrays of a launch must be packed as the package packs arrays of these shapes and dtypes.
+        """
         n_arrays = len(arrays_of_launches[0])
-        own_words = 3 if is_successor(package_cuda) else 5  # of an array, beside its shape and strides
+        own_words = 3 if is_successor(package_cuda) else 5  # words of an array beside its shape and strides
         self.set(n_params=sum(own_words + 2 * array.ndim for array in arrays_of_launches[0]))
-        kernel = own_kernel(package_cuda, ", ".join(f"x{k}" for k in range(n_arrays)))
-        markers = range(2**40, 2**40 + n_arrays)  # addresses that stand for those of the launch
+        kernel = new_cuda_kernel(package_cuda, ", ".join(f"x{k}" for k in range(n_arrays)))
+        markers = range(2**40, 2**40 + n_arrays)  # addresses in a launch by the package
         self.log()
         run_for_cuda(function, *args)
-        launches, addresses = zip(*self.log())
+        launches, addresses = zip(*[call for call in self.log() if " x " in call[0]])
         for words, arrays in zip(addresses, arrays_of_launches, strict=True):
-            stand_ins = [DeviceArray(array.shape, array.dtype, marker) for array, marker in zip(arrays, markers)]
-            kernel[1, 1](*map(package_cuda.as_cuda_array, stand_ins))
+            placeholders = [DeviceArray(array.shape, array.dtype, marker) for array, marker in zip(arrays, markers)]
+            kernel[1, 1](*map(package_cuda.as_cuda_array, placeholders))
             [(_, packed)] = self.log()
             word_of = dict(zip(packed, words))
             assert words == [word_of[word] if word in markers else word for word in packed]
@@ -3195,14 +3196,14 @@ class FakeDriver(FakeGpus):
 
 
 class DeviceArray:
-    """What Numba takes for an array on the device."""
+    """An object with the interface of a device array."""
 
     def __init__(self, shape=(8,), dtype="float32", address=0x7000):
         typestr = np.dtype(dtype).str
         self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}
 
 
-fake_driver = functools.cache(FakeDriver)  # the same one for all tests, as XLA never forgets a handler
+fake_driver = functools.cache(FakeDriver)  # one for all tests, because XLA keeps handlers forever
 
 
 @pytest.fixture
@@ -3215,40 +3216,38 @@ def gpus(monkeypatch):
     return found
 
 
-def aligned(shape, dtype="float32"):
-    """An array that JAX takes over without a copy, and its address, which is that of the handler's buffer."""
+def array_and_address(shape, dtype="float32"):
+    """Return an array that XLA passes to handlers without a copy, and its address."""
     array = jax.device_put(np.zeros(shape, dtype))
     return array, array.unsafe_buffer_pointer()
 
 
-def own_op(package_cuda, parameters="x, out", **options):
-    """A kernel that no other test has compiled, in one block of one thread if nothing else is said."""
-    return xk.numba_cuda_kernel(
-        own_kernel(package_cuda, parameters), **{"outs": like_first, "zero_outputs": False, **BLOCK, **options}
-    )
+def new_cuda_op(package_cuda, parameters="x, out", **options):
+    """Wrap a kernel that no other test has compiled.  By default it has one block of one thread."""
+    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters), **{"outs": like_first, **BLOCK, **options})
 
 
-def test_fakecuda_packs_arrays_as_the_package_does(gpus, package_cuda):
-    """Of each dtype, with one to three dimensions and with none."""
+def test_fakecuda_handler_packs_arrays_like_package(gpus, package_cuda):
+    """The arrays have zero to three dimensions and all dtypes."""
     dtypes = [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64]
-    inputs, expected = zip(*[aligned((2, 3, 4)[: k % 4], dtype) for k, dtype in enumerate(dtypes)])
+    inputs, expected = zip(*[array_and_address((2, 3, 4)[: k % 4], dtype) for k, dtype in enumerate(dtypes)])
     out, scratch = spec(4, 5, dtype="int16"), spec(6)
-    op = own_op(package_cuda, ", ".join([*dtypes, "out", "scratch"]), outs=out, scratch=scratch)
+    op = new_cuda_op(package_cuda, ", ".join([*dtypes, "out", "scratch"]), outs=out, scratch=scratch)
     _, [addresses] = gpus.launches_and_addresses(package_cuda, [[*inputs, out, scratch]], op, *inputs)
     assert addresses[:-2] == list(expected)
     assert len({0, *addresses}) == 1 + len(addresses)
 
 
 @pytest.mark.parametrize("options, launch", [
-    ({"launch_dims": 256}, "1,1,1 x 256,1,1 +0"),
-    ({"launch_dims": (17, 33)}, "2,3,1 x 16,16,1 +0"),
-    ({"launch_dims": (9, 8, 5)}, "2,1,2 x 8,8,4 +0"),
-    ({"grid": (2, 3), "block": (4, 5, 6), "shared_mem": 64}, "2,3,1 x 4,5,6 +64"),
-], ids=str)  # fmt: skip
-def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_cuda, options, launch):
-    """After zeros in all slices at once, on the stream of the call."""
+    pytest.param({"launch_dims": 256}, "1,1,1 x 256,1,1 +0", id="launch_dims 1d"),
+    pytest.param({"launch_dims": (17, 33)}, "2,3,1 x 16,16,1 +0", id="launch_dims 2d"),
+    pytest.param({"launch_dims": (9, 8, 5)}, "2,1,2 x 8,8,4 +0", id="launch_dims 3d"),
+    pytest.param({"grid": (2, 3), "block": (4, 5, 6), "shared_mem": 64}, "2,3,1 x 4,5,6 +64", id="grid and block"),
+])  # fmt: skip
+def test_fakecuda_handler_launches_on_device_and_stream_of_call(gpus, package_cuda, options, launch):
+    """One memset zeros all slices before two launches."""
     options = {"vmap_method": "sequential", "zero_outputs": True, **options}
-    op = jax.vmap(xk.numba_cuda_kernel(own_kernel(package_cuda, "x, out"), like_first, **options))
+    op = jax.vmap(xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, "x, out"), like_first, **options))
     batch = jnp.ones((2, 3))
     for device in 0, 1:
         gpus.set(device=device)
@@ -3257,31 +3256,31 @@ def test_fakecuda_launches_natively_on_each_device_that_jax_lists(gpus, package_
     assert gpus.traits(op, batch) == {1}
 
 
-NESTED_BATCHES = {  # grid, sizes of x and y; where x, y and out start in each launch, in floats, and its grid
-    "in z": ((7, 2), (3, 2), {(0, 0, 0): "7,2,3", (0, 5, 15): "7,2,3"}),
-    "in z, more than a grid has blocks": (
+NESTED_BATCHES = {  # grid; sizes of x and y; offsets of x, y and out in each launch, in floats, and its grid
+    "slices along z": ((7, 2), (3, 2), {(0, 0, 0): "7,2,3", (0, 5, 15): "7,2,3"}),
+    "more slices than blocks along z": (
         (7, 2), (65_538, 1), {(0, 0, 0): "7,2,65535", (5 * 65_535, 0, 5 * 65_535): "7,2,3"},
     ),
-    "in order": ((7, 1, 2), (3, 2), {(5 * k % 15, k // 3 * 5, 5 * k): "7,1,2" for k in range(6)}),
+    "grid with z": ((7, 1, 2), (3, 2), {(5 * k % 15, k // 3 * 5, 5 * k): "7,1,2" for k in range(6)}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", NESTED_BATCHES)
-def test_fakecuda_nested_batches(gpus, package_cuda, kind):
-    """If slices are the blocks' z, arrays have them as first dimension, of size 1 where they are not batched."""
+def test_fakecuda_nested_batch_launches(gpus, package_cuda, kind):
+    """In a batch launch, slices are the first dimension of each array.  Its size is 1 if the array is not batched."""
     grid, sizes, expected = NESTED_BATCHES[kind]
-    op = own_op(package_cuda, "x, y, out", block=32, grid=grid)
-    (x, x_data), (y, y_data) = [aligned((size, 5)) for size in sizes]
+    op = new_cuda_op(package_cuda, "x, y, out", block=32, grid=grid)
+    (x, x_data), (y, y_data) = [array_and_address((size, 5)) for size in sizes]
     nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
     arrays_of_launches = []
     for text in expected.values():
         slices = int(text.split(",")[2])
-        shapes = [(slices, 5), (1, 5), (slices, 5)] if "in z" in kind else [(5,)] * 3
+        shapes = [(5,)] * 3 if kind == "grid with z" else [(slices, 5), (1, 5), (slices, 5)]
         arrays_of_launches.append([spec(*shape) for shape in shapes])
     launches, addresses = gpus.launches_and_addresses(package_cuda, arrays_of_launches, nested, x, y)
     assert launches == [f"native 0: {text} x 32,1,1 +0" for text in expected.values()]
-    starts = np.array(addresses) - [x_data, y_data, addresses[0][2]]
-    np.testing.assert_array_equal(starts, 4 * np.array(list(expected)))
+    offsets = np.array(addresses) - [x_data, y_data, addresses[0][2]]
+    np.testing.assert_array_equal(offsets, 4 * np.array(list(expected)))
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3292,20 +3291,20 @@ def test_fakecuda_nested_batches(gpus, package_cuda, kind):
      "its registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
      "dynamic shared memory, and the launch has 300000 (raised in kernel 'kernel')", 1),
 ])  # fmt: skip
-def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, function, text, n_launches):
+def test_fakecuda_driver_error_fails_only_its_call(gpus, package_cuda, function, text, n_launches):
     options = {"grid": (1, 2), "block": (64, 4), "shared_mem": 300_000, "zero_outputs": True}
-    op = jax.vmap(own_op(package_cuda, vmap_method="sequential", **options))
+    op = jax.vmap(new_cuda_op(package_cuda, vmap_method="sequential", **options))
     batch = jnp.ones((4, 2))
     gpus.driver.fail(function.encode())
-    with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):  # at the lowering, or when it runs
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):  # while it is lowered, or at run time
         run_for_cuda(op, batch)
     launch = "native 0: 1,2,1 x 64,4,1 +300000"
     assert gpus.log().count([launch, []]) == n_launches
     assert gpus.launches(op, batch) == [launch] * 4
 
 
-@pytest.mark.filterwarnings("ignore:Could not find source for function")  # that debug kernels would name
-@pytest.mark.parametrize("body, options, refused", [
+@pytest.mark.filterwarnings("ignore:Could not find source for function")  # a warning about debug kernels
+@pytest.mark.parametrize("body, options, text", [
     ("x[0] = out[0]", {}, "for (float32[:]).*Inputs are read-only"),
     ("return 1.0", {}, "for (float32[:]).*this one returns a value"),
     ("out[0] = x.nope", {}, "for (float32[:]).*nope"),
@@ -3315,36 +3314,32 @@ def test_fakecuda_a_failure_ends_the_call_and_no_other(gpus, package_cuda, funct
     ("out[0] = x[0]", {"device": True}, "takes a function decorated with @cuda.jit"),
     ("cuda.grid(1)", {"debug": True, "opt": False}, "'kernel' has debug=True.*numba_cuda_callable"),
     ("cuda.cg.this_grid().sync()", {}, "'kernel' has a cooperative launch.*numba_cuda_callable"),
+    ("out[0] = n * x[0]", {"parameters": "x, n, out"},
+     "Read and write it with n[()], or list an input in scalars=['n']"),
 ])  # fmt: skip
-def test_fakecuda_mistakes_are_refused_at_the_trace(gpus, monkeypatch, package_cuda, body, options, refused):
-    """In words of JAX, whichever package says what is wrong."""
+def test_fakecuda_mistake_raises_when_traced(gpus, monkeypatch, package_cuda, body, options, text):
+    """Both packages get the same error, although their own errors differ."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    kernel = own_kernel(package_cuda, "x, out", body, names={"jnp": jnp, "a": {0: 2.0}}, **options)
-    with pytest.raises(TypeError, match="(?s)" + ".*".join(map(re.escape, refused.split(".*")))):
-        jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32)
+    options = {"parameters": "x, out", **options}
+    kernel = new_cuda_kernel(package_cuda, body=body, names={"jnp": jnp, "a": {0: 2.0}}, **options)
+    inputs = [F32, 2.0][: options["parameters"].count(",")]
+    with pytest.raises(TypeError, match="(?s)" + ".*".join(map(re.escape, text.split(".*")))):
+        jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), *inputs)
 
 
-def test_fakecuda_a_number_that_is_taken_for_one(gpus, package_cuda, monkeypatch):
-    """The packages say nothing of use."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    kernel = own_kernel(package_cuda, "x, n, out", "out[0] = n * x[0]")
-    with pytest.raises(TypeError, match=re.escape("Read and write it with n[()], or list an input in scalars=['n']")):
-        jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), F32, 2.0)
+def test_fakecuda_callable_launches_on_device_and_stream_of_call(gpus, package_cuda):
+    """The callable references its package by the default of a parameter."""
 
-
-def test_fakecuda_a_callable_launches_on_the_device_and_the_stream_of_the_call(gpus, package_cuda):
-    """It names its package by the default of a parameter."""
-
-    def launch(x, out, stream, kernel=own_kernel(package_cuda, "x, out")):
+    def launch(x, out, stream, kernel=new_cuda_kernel(package_cuda, "x, out")):
         kernel[1, 8, stream](x, out)
 
     gpus.set(device=1)
     assert gpus.launches(xk.numba_cuda_callable(launch, like_first), F32) == ["numba 1: 1,1,1 x 8,1,1 +0"]
 
 
-def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda):
-    """Another array has its name before the program runs."""
-    kernel = own_kernel(package_cuda, "x, out", "table[0]", names={"table": DeviceArray()})
+def test_fakecuda_captured_array_lives_as_long_as_program(gpus, package_cuda):
+    """The global is set to another value before the program runs."""
+    kernel = new_cuda_kernel(package_cuda, "x, out", "table[0]", names={"table": DeviceArray()})
     array = weakref.ref(kernel.py_func.__globals__["table"])
     run = program_for_cuda(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK)), jnp.ones(4))
     kernel.py_func.__globals__["table"] = None
@@ -3353,8 +3348,8 @@ def test_fakecuda_a_global_array_lives_as_long_as_the_program(gpus, package_cuda
     run(jnp.ones(4))
 
 
-class Cached:
-    """Kernels, and functions for them.  The library reads their source, also of those that are in Numba's cache."""
+class CacheableKernels:
+    """Kernels and their helpers.  They have source text, which Numba's cache and the library read."""
 
     def store_by_another_name_in_def(x, out):
         def write():
@@ -3386,32 +3381,30 @@ class Cached:
             out[0] = table[0]  # noqa: F821
 
 
-READ_ONLY = "[Ii]nputs are read-only|in_out_argnames"
-
-
-@pytest.mark.parametrize("kernel, refused", [
-    (Cached.store_by_another_name_in_def, READ_ONLY), (Cached.read_by_helper, None),
+@pytest.mark.parametrize("kernel, is_correct", [
+    pytest.param(CacheableKernels.store_by_another_name_in_def, False, id="writes to input"),
+    pytest.param(CacheableKernels.read_by_helper, True, id="reads input in helper"),
 ])  # fmt: skip
-def test_fakecuda_kernels_of_numbas_cache_are_read_and_not_compiled_again(
-    gpus, package_cuda, tmp_path, monkeypatch, kernel, refused
+def test_fakecuda_cached_kernel_is_analyzed_but_not_recompiled(
+    gpus, package_cuda, tmp_path, monkeypatch, kernel, is_correct
 ):
     """The second kernel is another object, as in another process."""
     config = "numba_cuda_mlir.numba_cuda.core.config" if is_successor(package_cuda) else "numba.core.config"
     monkeypatch.setattr(sys.modules[config], "CACHE_DIR", str(tmp_path))
     for n_found in (0, 1):
-        square = package_cuda.jit(device=True)(written_for(package_cuda, Cached.square))
+        square = package_cuda.jit(device=True)(for_package(package_cuda, CacheableKernels.square))
         names = {"called": square, "store": package_cuda.stwt}
-        cached = package_cuda.jit(cache=True)(written_for(package_cuda, kernel, **names))
-        if refused:
-            with pytest.raises(TypeError, match=refused):
-                run_for_cuda(xk.numba_cuda_kernel(cached, like_first, **BLOCK), F32)
-        if refused is None:
-            op = xk.numba_cuda_kernel(cached, like_first, zero_outputs=refused and True, **BLOCK)
+        cached = package_cuda.jit(cache=True)(for_package(package_cuda, kernel, **names))
+        op = xk.numba_cuda_kernel(cached, like_first, **BLOCK)
+        if is_correct:
             assert len(gpus.launches(op, F32)) == 1
+        else:
+            with pytest.raises(TypeError, match=r"[Ii]nputs are read-only|in_out_argnames"):
+                run_for_cuda(op, F32)
         assert (cached.stats.cache_hits.total(), cached.stats.cache_misses.total()) == (n_found, 1 - n_found)
 
 
-def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cuda):
+def test_fakecuda_recreated_kernel_compiles_once(gpus, package_cuda):
     def make(factor, cuda=package_cuda):
         def kernel(x, out):
             out[cuda.grid(1)] = factor * x[0]
@@ -3424,15 +3417,24 @@ def test_fakecuda_a_kernel_that_is_made_again_is_compiled_once(gpus, package_cud
     assert len(gpus.handlers) == before + 2
 
 
-# -- the simulator, and the same on a GPU --------------------------------------------------------------
+def test_fakecuda_trace_compiles_handler_for_slices_and_batches(gpus, package_cuda):
+    """Exported programs call the handler by its name, and a batch registers no other one."""
+    name = f"exported.{package_cuda.__name__}"
+    op = new_cuda_op(package_cuda, name=name)
+    jax.eval_shape(op, FLOATS)
+    names = [target for target in gpus.handlers if target.startswith(name)]
+    assert len(names) == len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == 1
+    assert [target for target in gpus.handlers if target.startswith(name)] == names
+
+
+# -- on a GPU, or in Numba's simulator -----------------------------------------------------------------
 
 
 @on_device
-def test_on_cuda_kernel_that_does_not_take_buffers():
-    """But numbers, and an output that starts as an input; alone and in a batch, with dynamic shared memory."""
+def test_on_cuda_scalars_in_out_argument_and_shared_memory():
     options = {"in_out_argnames": ["y"], "scalars": ["n", "a"], "grid": 1, "block": 8}
 
-    @xk.numba_cuda_kernel(outs=spec(8), shared_mem=4 * 16_008, **options)  # above the usual 48 KiB
+    @xk.numba_cuda_kernel(outs=spec(8), shared_mem=4 * 16_008, **options)  # more than the default limit of 48 KiB
     @cuda.jit
     def axpy(n, a, x, y):
         tile, i = cuda.shared.array(0, cuda_float32), cuda.grid(1)
@@ -3480,11 +3482,34 @@ def with_helper(helper):
     return kernel
 
 
-class Doubling:
-    """Launches of kernels that the code of `launch` does not reference."""
+class CallableKernels:
+    """Kernels for blocks of eight threads, and helpers.  Bodies in CALLABLES use their names."""
+
+    workspaces = {}  # by shape, kept between calls
+    add, copy, double, accumulate = map(cuda_jit, (cuda_add, cuda_copy, cuda_double, cuda_accumulate))
+    kernels = (copy, double)
+
+    @functools.cache
+    def with_signature():
+        return cuda.jit("void(float32[:], float32[:], float32[:])")(cuda_add)  # this compiles at once, for a device
+
+    @functools.cache
+    def with_helper_with_signature():
+        helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
+        return cuda.jit(with_helper(helper))
+
+    def allocate_like(x):
+        return cuda.device_array(x.shape, x.dtype)
+
+    def launch_add(a, b, out, stream):
+        CallableKernels.add[1, 8, stream](a, b, out)
+
+
+class DoublingMethod:
+    """A callable whose code does not reference the kernel that it launches."""
 
     def __init__(self):
-        self.kernels = {"add": cuda_jit(cuda_add)}
+        self.kernels = {"add": CallableKernels.add}
         self.shapes = []
 
     def launch(self, x, out, stream):
@@ -3492,219 +3517,100 @@ class Doubling:
         self.shapes.append(x.shape)
 
 
-def empty_like(x):
-    return cuda.device_array(x.shape, x.dtype)
+def decorated(function):
+    return functools.wraps(function)(lambda *args: function(*args))
 
 
-def launch_add(a, b, out, stream):
-    cuda_jit(cuda_add)[1, 8, stream](a, b, out)
-
-
-def callables():
-    """Return functions that store 2 * x to the output, each in another style."""
-    add, copy, double, accumulate = map(cuda_jit, (cuda_add, cuda_copy, cuda_double, cuda_accumulate))
-    three_arrays = "void(float32[:], float32[:], float32[:])"
-    with_signature = cuda.jit(three_arrays)(cuda_add)
-    helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
-    call_helper = cuda.jit(with_helper(helper))
-    kernels = [copy, double]
-    buffers_of_state = {}
-
-    def one_launch(x, out, stream):
-        add[1, 8, stream](x, x, out)
-
-    def temporary_like_the_input(x, out, stream):
-        tmp = cuda.device_array_like(x)
-        copy[1, 8, stream](x, tmp)
-        add[1, 8, stream](x, tmp, out)
-
-    def temporary_that_changes(x, out, stream):
-        tmp = cuda.device_array_like(x)
-        tmp.copy_to_device(x, stream=stream)
-        double[1, 8, stream](tmp)
-        copy[1, 8, stream](tmp, out)
-
-    def helper_that_allocates(x, out, stream):
-        tmp = empty_like(x)
-        copy[1, 8, stream](x, tmp)
-        add[1, 8, stream](x, tmp, out)
-
-    def helper_that_launches(x, out, stream):
-        launch_add(x, x, out, stream)
-
-    def copy_on_the_host(x, out, stream):
-        values = x.copy_to_host(stream=stream)
-        stream.synchronize()
-        out.copy_to_device(2 * values, stream=stream)
-
-    def array_from_the_host(x, out, stream):
-        zeros = cuda.to_device(np.zeros(x.shape, x.dtype), stream=stream)
-        add[1, 8, stream](x, zeros, out)
-        add[1, 8, stream](x, out, out)
-
-    def kernels_in_a_list(x, out, stream):
-        for kernel, arrays in zip(kernels, [(x, out), (out,)]):
-            kernel[1, 8, stream](*arrays)
-
-    def pairs_of_buffers(x, out, stream):
-        tmp = cuda.device_array_like(out)
-        for source, target in [(x, tmp), (tmp, out)]:
-            copy[1, 8, stream](source, target)
-        double[1, 8, stream](out)
-
-    def swapped_buffers(x, out, stream):
-        a, b = out, cuda.device_array_like(out)
-        copy[1, 8, stream](x, a)
-        for _ in range(2):
-            copy[1, 8, stream](a, b)
-            a, b = b, a
-        add[1, 8, stream](x, b, out)
-
-    def dict_of_buffers(x, out, stream):
-        buffers = {"x": x, "out": out}
-        add[1, 8, stream](buffers["x"], buffers["x"], buffers["out"])
-
-    def list_of_inputs(x, out, stream):
-        arrays = [x, x]
-        arrays.append(out)
-        add[1, 8, stream](*arrays)
-
-    def all_arguments(*arrays):
-        add[1, 8, arrays[-1]](arrays[0], arrays[0], arrays[1])
-
-    def configured_launch(x, out, stream):
-        launch = add[1, 8, stream]
-        launch(x, x, out)
-
-    def forall(x, out, stream):
-        add.forall(x.size, 0, stream)(x, x, out)
-
-    def slices_of_arrays(x, out, stream):
-        for part in slice(0, 2), slice(2, None):
-            add[1, 8, stream](x[part], x[part], out[part])
-
-    def other_shape(x, out, stream):
-        flat = x.reshape(x.size)
-        add[1, 8, stream](flat, x.ravel(), out)
-
-    def branch(x, out, stream):
-        kernel = with_signature if x.size < 3 else add
-        kernel[1, 8, stream](x, x, out)
-
-    def explicit_signature(x, out, stream):
-        with_signature[1, 8, stream](x, x, out)
-
-    def helper_with_signature(x, out, stream):
-        call_helper[1, 8, stream](x, out)
-
-    def update_of_zeros(x, out, stream):
-        for _ in range(2):
-            accumulate[1, 8, stream](x, out)
-
-    def workspace_that_is_kept(x, out, stream):
-        if x.shape not in buffers_of_state:
-            buffers_of_state[x.shape] = cuda.device_array(x.shape, x.dtype)
-        tmp = buffers_of_state[x.shape]
-        copy[1, 8, stream](x, tmp)
-        add[1, 8, stream](tmp, x, out)
-
-    def nested_function(x, out, stream):
-        def launch(kernel, *arrays):
-            kernel[1, 8, stream](*arrays)
-
-        launch(copy, x, out)
-        launch(double, out)
-
-    def default(x, out, stream, kernel=add):
-        kernel[1, 8, stream](x, x, out)
-
-    @functools.wraps(one_launch)
-    def decorated(*args):
-        return one_launch(*args)
-
-    launches = [value for value in locals().values() if isinstance(value, types.FunctionType)]
-    return {function.__name__: function for function in launches} | {
-        "decorated": decorated,
-        "lambda": lambda x, out, stream: add[1, 8, stream](x, x, out),
-        "method": Doubling().launch,
-    }
-
-
-CALLABLES = (
-    "one_launch", "temporary_like_the_input", "temporary_that_changes", "helper_that_allocates",
-    "helper_that_launches", "copy_on_the_host", "array_from_the_host", "kernels_in_a_list", "pairs_of_buffers",
-    "swapped_buffers", "dict_of_buffers", "list_of_inputs", "all_arguments", "configured_launch", "forall",
-    "slices_of_arrays", "other_shape", "branch", "explicit_signature", "helper_with_signature", "update_of_zeros",
-    "workspace_that_is_kept", "nested_function", "default", "decorated", "lambda", "method",
-)  # fmt: skip
+CALLABLES = {  # bodies of callables that store 2 * x to `out`; or callables
+    "temporary": "tmp = cuda.device_array_like(x); copy[1, 8, stream](x, tmp); add[1, 8, stream](x, tmp, out)",
+    "temporary updated in place": "tmp = cuda.device_array_like(x); tmp.copy_to_device(x, stream=stream); "
+                                  "double[1, 8, stream](tmp); copy[1, 8, stream](tmp, out)",
+    "helper that allocates": "tmp = allocate_like(x); copy[1, 8, stream](x, tmp); add[1, 8, stream](x, tmp, out)",
+    "helper that launches": "launch_add(x, x, out, stream)",
+    "copy on host": "values = x.copy_to_host(stream=stream); stream.synchronize(); "
+                    "out.copy_to_device(2 * values, stream=stream)",
+    "array from host": "zeros = cuda.to_device(np.zeros(x.shape, x.dtype), stream=stream); "
+                       "add[1, 8, stream](x, zeros, out); add[1, 8, stream](x, out, out)",
+    "tuple of kernels": "for kernel, arrays in zip(kernels, [(x, out), (out,)]):\n    kernel[1, 8, stream](*arrays)",
+    "pairs of buffers": "tmp = cuda.device_array_like(out)\nfor source, target in [(x, tmp), (tmp, out)]:\n"
+                        "    copy[1, 8, stream](source, target)\ndouble[1, 8, stream](out)",
+    "swapped buffers": "a, b = out, cuda.device_array_like(out)\ncopy[1, 8, stream](x, a)\nfor _ in range(2):\n"
+                       "    copy[1, 8, stream](a, b)\n    a, b = b, a\nadd[1, 8, stream](x, b, out)",
+    "dict of buffers": "arrays = {'x': x, 'out': out}; add[1, 8, stream](arrays['x'], arrays['x'], arrays['out'])",
+    "list of buffers": "arrays = [x, x]; arrays.append(out); add[1, 8, stream](*arrays)",
+    "configured launch": "launch = add[1, 8, stream]; launch(x, x, out)",
+    "forall": "add.forall(x.size, 0, stream)(x, x, out)",
+    "slices of arrays": "for part in slice(0, 2), slice(2, None):\n"
+                        "    add[1, 8, stream](x[part], x[part], out[part])",
+    "other shape": "flat = x.reshape(x.size); add[1, 8, stream](flat, x.ravel(), out)",
+    "branch": "kernel = with_signature if x.size < 3 else add; kernel[1, 8, stream](x, x, out)",
+    "signature": "with_signature[1, 8, stream](x, x, out)",
+    "helper with signature": "with_helper_with_signature[1, 8, stream](x, out)",
+    "update of zeros": "for _ in range(2):\n    accumulate[1, 8, stream](x, out)",
+    "workspace": "if x.shape not in workspaces:\n    workspaces[x.shape] = cuda.device_array(x.shape, x.dtype)\n"
+                 "tmp = workspaces[x.shape]; copy[1, 8, stream](x, tmp); add[1, 8, stream](tmp, x, out)",
+    "nested function": "def launch(kernel, *arrays):\n    kernel[1, 8, stream](*arrays)\n"
+                       "launch(copy, x, out); launch(double, out)",
+    "all arguments": lambda *arrays: CallableKernels.add[1, 8, arrays[-1]](arrays[0], arrays[0], arrays[1]),
+    "default": lambda x, out, stream, kernel=CallableKernels.add: kernel[1, 8, stream](x, x, out),
+    "closure": (lambda kernel: lambda x, out, stream: kernel[1, 8, stream](x, x, out))(CallableKernels.add),
+    "decorated": decorated(lambda x, out, stream: CallableKernels.add[1, 8, stream](x, x, out)),
+    "method": DoublingMethod().launch,
+}  # fmt: skip
 
 
 @on_device
 @pytest.mark.parametrize("style", CALLABLES)
-def test_on_cuda_callables_in_many_styles(style):
+def test_on_cuda_callable_accepts_indirect_launches(style):
     """Callables are ordinary Python.  No correct one is rejected."""
-    op = xk.numba_cuda_callable(callables()[style], like_first)
+    launch = CALLABLES[style]
+    if isinstance(launch, str):
+        body = launch.replace("; ", "\n").replace("\n", "\n    ")
+        names = {name: value for name, value in vars(CallableKernels).items() if not name.startswith("_")}
+        names |= {name: names[name]() for name in ("with_signature", "with_helper_with_signature")}
+        launch = kernel_from_body(body, "x, out, stream", cuda=cuda, **names)
+    op = xk.numba_cuda_callable(launch, like_first)
     batch = sample(2, 5)
     check_close(op(batch[0]), 2 * batch[0])
     check_close(jax.jit(jax.vmap(op))(batch), 2 * batch)
 
 
 @on_device
-def test_on_cuda_kernel_whose_helper_has_a_signature():
-    """numba-cuda does not give it a read-only array, so the source shows that it only reads its input."""
+def test_on_cuda_helper_with_signature_may_read_input():
+    """numba-cuda passes no read-only array to such a helper, so the library reads its source."""
     helper = cuda.jit("float32(float32[:], int64)", device=True)(twice_element)
     op = xk.numba_cuda_kernel(cuda.jit(with_helper(helper)), like_first, grid=1, block=8)
     batch = sample(2, 5)
     check_close(jax.vmap(op)(batch), 2 * batch)
 
 
-def writes_to_input(style):
-    """Return a callable that writes to its input `x`, and a kernel that is not compiled yet."""
-    kernel = own_kernel(cuda, "out", "i = cuda.grid(1)\n    if i < out.size: out[i] = 1")
-
-    def launch(x, out, stream):
-        kernel[1, 8, stream](x)
-
-    def of_a_slice(x, out, stream):
-        kernel[1, 8, stream](x[1:])
-
-    def of_a_view(x, out, stream):
-        kernel[1, 8, stream](x.view(np.float32))
-
-    def of_another_shape(x, out, stream):
-        kernel[1, 8, stream](x.reshape(x.size, 1).ravel())
-
-    def element(x, out, stream):
-        x[0] = 1
-
-    def all_elements(x, out, stream):
-        x[:] = 0
-
-    def copy(x, out, stream):
-        x.copy_to_device(np.zeros(x.shape, x.dtype), stream=stream)
-
-    return locals()[style]
+CALLABLE_WRITES = {  # statements of a callable
+    "launch": "store_1[1, 8, stream](x)",
+    "launch with slice": "store_1[1, 8, stream](x[1:])",
+    "launch with view": "store_1[1, 8, stream](x.view(np.float32))",
+    "launch with other shape": "store_1[1, 8, stream](x.reshape(x.size, 1).ravel())",
+    "element": "x[0] = 1",
+    "all elements": "x[:] = 0",
+    "copy from host": "x.copy_to_device(np.zeros(x.shape, x.dtype), stream=stream)",
+}
 
 
 @on_device
-@pytest.mark.parametrize(
-    "style", ["launch", "of_a_slice", "of_a_view", "of_another_shape", "element", "all_elements", "copy"]
-)
-def test_on_cuda_callables_cannot_write_to_inputs(style):
+@pytest.mark.parametrize("style", CALLABLE_WRITES)
+def test_on_cuda_callable_that_writes_to_input_is_rejected(style):
+    store_1 = new_cuda_kernel(cuda, "out", "i = cuda.grid(1)\n    if i < out.size: out[i] = 1")
+    launch = kernel_from_body(CALLABLE_WRITES[style], "x, out, stream", store_1=store_1)
     x = jnp.arange(5.0, dtype=jnp.float32)
-    error = error_of(xk.numba_cuda_callable(writes_to_input(style), like_first), x)
-    assert re.search(
-        r"(?s)numba_cuda_callable '\w+': Inputs are read-only.*input_output_aliases=\{i: j\}.*device_array_like", error
-    )
+    error = error_of(xk.numba_cuda_callable(launch, like_first), x)
+    advice = r"Inputs are read-only.*input_output_aliases=\{i: j\}.*device_array_like"
+    assert re.search(rf"(?s)numba_cuda_callable 'kernel': {advice}", error)
     np.testing.assert_array_equal(x, np.arange(5))
 
 
 @on_device
-def test_on_cuda_callables_can_write_to_an_input_that_an_output_is_aliased_to():
-    double = cuda_jit(cuda_double)
-
+def test_on_cuda_callable_may_write_to_aliased_input():
     def launch(x, out, stream):
-        double[1, 8, stream](x)
+        CallableKernels.double[1, 8, stream](x)
 
     op = xk.numba_cuda_callable(launch, like_first, input_output_aliases={"x": 0})
     x = jnp.arange(5.0, dtype=jnp.float32)
@@ -3713,15 +3619,39 @@ def test_on_cuda_callables_can_write_to_an_input_that_an_output_is_aliased_to():
 
 
 @on_device
-def test_on_cuda_an_aliased_input_and_its_output_share_memory():
-    kernel = own_kernel(cuda, "x, out", "i = cuda.grid(1); out[i] = 5; cuda.syncthreads(); out[i] = x[i] + 1")
+def test_on_cuda_aliased_input_shares_memory_with_output():
+    kernel = new_cuda_kernel(cuda, "x, out", "i = cuda.grid(1); out[i] = 5; cuda.syncthreads(); out[i] = x[i] + 1")
     op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
     np.testing.assert_array_equal(op(jnp.zeros(4)), [6, 6, 6, 6])
 
 
 @on_device
-def test_on_cuda_callables_run_once_per_slice():
-    doubling = Doubling()
+@pytest.mark.parametrize("kind", ["kernel", "callable"])
+@pytest.mark.parametrize("has_side_effect, n_calls", [(True, 1), (False, 0)])
+def test_on_cuda_side_effect_keeps_call_without_uses(kind, has_side_effect, n_calls):
+    """The kernel counts its calls in a global array, and the program does not use its output."""
+    calls = cuda.to_device(np.zeros(1, np.float32))
+
+    @cuda.jit
+    def kernel(x, out):
+        cuda.atomic.add(calls, 0, 1)
+        out[0] = x[0]
+
+    def launch(x, out, stream):
+        kernel[1, 1, stream](x, out)
+
+    options = {"outs": like_first, "has_side_effect": has_side_effect}
+    op = xk.numba_cuda_callable(launch, **options)
+    if kind == "kernel":
+        op = xk.numba_cuda_kernel(kernel, **options, **BLOCK)
+    check_close(jax.block_until_ready(jax.jit(lambda x: (op(x), 2 * x)[1])(F32)), 2 * F32)
+    jax.effects_barrier()
+    assert calls.copy_to_host() == n_calls
+
+
+@on_device
+def test_on_cuda_callable_runs_once_per_slice():
+    doubling = DoublingMethod()
     op = xk.numba_cuda_callable(doubling.launch, like_first)
     x = sample(2, 2, 5)
     check_close(jax.jit(jax.vmap(jax.vmap(op)))(x), 2 * x)
@@ -3730,44 +3660,42 @@ def test_on_cuda_callables_run_once_per_slice():
 
 CUDA_MODULES = ["numba.cuda", "numba_cuda_mlir.cuda"]
 MLIR_CUDA = types.ModuleType("numba_cuda_mlir.cuda")
-PACKAGE_REFERENCES = {"global": lambda: MLIR_CUDA, "list": lambda kernels=[0, MLIR_CUDA]: kernels}
+PACKAGE_REFERENCES = {
+    "global": lambda: MLIR_CUDA, "list": lambda kernels=[0, MLIR_CUDA]: kernels, "none": lambda: math.pi,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("reference", PACKAGE_REFERENCES)
-def test_cuda_callables_reference_a_package_if_both_are_imported(monkeypatch, reference):
-    for name in CUDA_MODULES:
-        monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
-    assert xk._callable_package(PACKAGE_REFERENCES[reference]).module == "numba_cuda_mlir.cuda"
-
-
-@pytest.mark.parametrize("imported", [CUDA_MODULES[:1], CUDA_MODULES[1:], CUDA_MODULES], ids=str)
-def test_cuda_callables_that_reference_no_package(monkeypatch, imported):
-    """They get arrays of the package that is imported."""
+@pytest.mark.parametrize("imported, reference, expected", [
+    *[(CUDA_MODULES, reference, "numba_cuda_mlir.cuda") for reference in PACKAGE_REFERENCES],
+    (CUDA_MODULES[:1], "none", "numba.cuda"), (CUDA_MODULES[1:], "none", "numba_cuda_mlir.cuda"),
+], ids=lambda value: "-".join(value) if isinstance(value, list) else value)  # fmt: skip
+def test_cuda_callable_gets_arrays_of_referenced_package(monkeypatch, imported, reference, expected):
+    """Without a reference, it gets arrays of the package that is imported."""
     for name in CUDA_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in imported:
         monkeypatch.setitem(sys.modules, name, MLIR_CUDA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)  # all packages are installed
     monkeypatch.setattr(xk, "_uses_cudasim", lambda: False)
-    assert xk._callable_package(lambda x: math.pi).module == imported[-1]
+    assert xk._callable_package(PACKAGE_REFERENCES[reference]).module == expected
 
 
 @pytest.mark.parametrize("text, fix", [
     ("TypeError: Unsupported stream type Stream.", "belongs to another one.*cuda=cuda"),
     ("Cannot modify readonly array of type: readonly array(float32, 1d, C)", "numba.* 'f': Inputs.*aliases={i: j}"),
     ("Unknown attribute 'nope' of type readonly array(float32, 1d, C)", "^Unknown"),
-])  # fmt: skip
-def test_cuda_errors_of_packages_in_callables_name_the_fix(text, fix):
+], ids=["array of other package", "input written", "no advice"])  # fmt: skip
+def test_cuda_error_in_callable_names_fix(text, fix):
     def launch(stream):
         raise TypeError(text)
 
-    with pytest.raises(TypeError, match=fix) as info:
+    with pytest.raises(TypeError, match=fix) as caught:
         xk._run_callable(launch, "numba_cuda_callable 'f'", [], None, 0)
-    assert text in str(info.value)
+    assert text in str(caught.value)
 
 
 @on_device
-def test_on_cuda_errors_of_callables_reach_the_user():
+def test_on_cuda_callable_errors_name_exception_and_callable():
     def refuse_all(x, out, stream):
         raise LookupError(f"no table for {x.shape}", cuda)
 
@@ -3783,7 +3711,7 @@ def test_on_cuda_errors_of_callables_reach_the_user():
 
 
 @on_device
-def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
+def test_on_cuda_op_passes_launch_to_decorated_kernel():
     op = xk.XLACustomKernel("add")
     op.def_numba_cuda_kernel(cuda.jit(cuda_add), launch_dims=lambda x, y: x.shape)
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -3794,8 +3722,8 @@ def test_on_cuda_a_ready_kernel_in_an_op_is_given_its_launch():
 
 
 @pytest.mark.needs("simulator")
-def test_cudasim_input_is_read_only_and_errors_name_the_thread():
-    """After which another kernel runs, here of an array without dimensions."""
+def test_cudasim_error_names_thread_and_simulator_continues():
+    """The next kernel also shows that the simulator takes 0-d arrays."""
     error = error_of(xk.numba_cuda_kernel(cuda.jit(kernel_from_body("x[0] = 1")), like_first, **BLOCK), F32)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only. Inputs are read-only, because JAX"
     assert f"ValueError: {text}" in error
@@ -3804,7 +3732,7 @@ def test_cudasim_input_is_read_only_and_errors_name_the_thread():
     check_close(op(F32, np.float32(3)), 3 * F32)
 
 
-# -- with a GPU ----------------------------------------------------------------------------------------
+# -- only on a GPU -------------------------------------------------------------------------------------
 
 
 def with_warp(case):
@@ -3812,28 +3740,27 @@ def with_warp(case):
 
 
 def integers(*shape):
-    """float32 numbers whose sums and products are exact."""
+    """Return float32 numbers whose sums and products are exact."""
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
 
 
-STARTING = {  # kernels for v + d: parameters, what they do for each i, and options
-    "in_out": ("v, d", "v[i] += d[i]", {"in_out_argnames": ["v"]}),
-    "zeros": ("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
-              {"zero_outputs": True, "scratch": lambda v, d: v}),
+V_PLUS_D = {  # kernels that compute v + d: parameters, statements of thread i, and options
+    "in-out": ("v, d", "v[i] += d[i]", {"in_out_argnames": ["v"]}),
+    "zeroed": ("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
+               {"zero_outputs": True, "scratch": lambda v, d: v}),
 }  # fmt: skip
 
 
-def starting_kernel(how):
-    """A function that gives v + d, by a kernel whose outputs start from something."""
-    if how in STARTING:
-        parameters, statements, options = STARTING[how]
-        kernel = own_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
+def v_plus_d(kind):
+    """Return a function that computes v + d.  Its result depends on the initial values of its outputs."""
+    if kind in V_PLUS_D:
+        parameters, statements, options = V_PLUS_D[kind]
+        kernel = new_cuda_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
         return xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
-    if how == "aliased callable":
-        add = cuda.jit(cuda_add)
-        launch = lambda v, d, out, stream: add[1, 64, stream](out, d, out)
+    if kind == "aliased callable":
+        launch = lambda v, d, out, stream: CallableKernels.add[1, 64, stream](out, d, out)
         return xk.numba_cuda_callable(launch, like_first, input_output_aliases={0: 0})
-    if how == "warp differentiable":
+    if kind == "warp differentiable":
         add = xk.warp_kernel(Warp.kernel("add", np.dtype("float32"), {}, {}), like_first, differentiable=True)
         return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
 
@@ -3846,12 +3773,12 @@ def starting_kernel(how):
 
 
 @on_gpu
-@pytest.mark.parametrize("how", [
-    *STARTING, "aliased callable", with_warp("warp in_out"), with_warp("warp differentiable")
+@pytest.mark.parametrize("kind", [
+    *V_PLUS_D, "aliased callable", with_warp("warp in-out"), with_warp("warp differentiable")
 ])  # fmt: skip
-def test_gpu_outputs_start_right_in_loops(how):
+def test_gpu_outputs_initialized_in_loops(kind):
     """XLA fuses slices of 256 bytes in loops, and loses the alias of a kernel in the fusion (jax 0.11.2)."""
-    kernel = starting_kernel(how)
+    kernel = v_plus_d(kind)
     numbers = integers(11, 64)
     v, rows = numbers[0], numbers[1:]
 
@@ -3864,7 +3791,7 @@ def test_gpu_outputs_start_right_in_loops(how):
     def carried(v, rows):
         return jax.lax.scan(lambda v, row: (kernel(v, row), None), v, rows)[0]
 
-    def late(x):  # the same numbers, by an operation that takes its time
+    def late(x):  # the same numbers, from an operation that takes longer than a kernel
         return (jnp.eye(4096) @ jnp.pad(x, (0, 4032)))[:64]
 
     def in_stream_order(v, rows):
@@ -3880,8 +3807,8 @@ def test_gpu_outputs_start_right_in_loops(how):
 
 
 @on_gpu
-def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
-    """XLA's dynamic-slice fusion lets a kernel write into the array that it reads (jax 0.11.2)."""
+def test_gpu_kernel_input_not_overwritten_by_row_update():
+    """XLA's dynamic-slice fusion lets a kernel write to the array that it reads (jax 0.11.2)."""
 
     @xk.numba_cuda_kernel(outs=lambda v, w: (v, w), grid=1, block=64)
     @cuda.jit
@@ -3902,17 +3829,22 @@ def test_gpu_a_row_that_a_kernel_reads_and_the_program_replaces():
 
 
 @on_gpu
-def test_gpu_command_buffers(tmp_path):
-    """Tests that run on the GPU, with CUDA graphs for every computation."""
+def test_gpu_kernels_run_in_command_buffers(tmp_path):
+    """Tests that run on the GPU pass with a CUDA graph for each computation."""
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     cells = "(numba_cuda- or warp_gpu) and vmap-float32 and (blend or csr_event) and not grad"
     tests = f"test_on_cuda or in_loops or (gpu and warp_values) or (test_matrix and {cells})"
-    outcomes = outcomes_elsewhere(tests, tmp_path, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    outcomes = outcomes_elsewhere("-k", tests, folder=tmp_path, XLA_FLAGS=flags)
     assert set(outcomes.values()) == {"passed"} | skips_for("warp_gpu")
+    for name, minimum in {"test_on_cuda": 44, "in_loops": 3, "test_matrix": 2}.items():
+        assert n_passed(outcomes, name) >= minimum, outcomes
+    if not conftest.missing("warp_gpu"):
+        assert n_passed(outcomes, "warp") >= 5, outcomes  # two in loops, two cells, and values
 
 
 @on_gpu
-def test_gpu_inputs_on_every_device_and_in_the_memory_of_the_host():
+def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
     op = batch_op(cuda.jit(cuda_add))
     copy_in_place = batch_op(cuda.jit(cuda_copy), input_output_aliases={0: 0})
     for k, device in enumerate(jax.local_devices(backend="cuda")):
@@ -3925,38 +3857,52 @@ def test_gpu_inputs_on_every_device_and_in_the_memory_of_the_host():
             np.testing.assert_array_equal(jax.jit(copy_in_place)(x), numbers)
 
 
-# -- a batch is one launch: with the fake driver for each package, and on a GPU --------------------------
+# -- batch launches, with the fake driver and each package, or on a GPU ----------------------------------
 
-LAUNCHED = []  # an item for each launch of handlers that count
-
-
-@functools.cache
-def counting(address):
-    """A C function that counts, and calls cuLaunchKernel at this address."""
-    kind = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, *[ctypes.c_uint32] * 7, *[ctypes.c_void_p] * 3)
-    launch = kind(address)
-
-    def count(*args):
-        LAUNCHED.append(1)
-        return launch(*args)
-
-    return kind(count)
+LAUNCHED = []  # an item for each launch by handlers that were compiled while `count_launches` was active
 
 
-def count_launches(monkeypatch):
-    """Of handlers that are compiled from now on."""
-    find = xk._LibCuda.address
+KEPT_ALIVE = []  # callbacks, because handlers are permanent
 
-    def address(libcuda, name):
-        found = find(libcuda, name)
-        return ctypes.cast(counting(found), ctypes.c_void_p).value if name == "cuLaunchKernel" else found
+
+def observe_driver(monkeypatch, name, argument_types, observer):
+    """Call `observer` with the arguments of a driver function, in handlers that are compiled from now on."""
+    kind, find = ctypes.CFUNCTYPE(ctypes.c_uint32, *argument_types), xk._LibCuda.address
+
+    @functools.cache
+    def observed(address):
+        def call(*args):
+            observer(*args)
+            return kind(address)(*args)
+
+        KEPT_ALIVE.append(kind(call))
+        return ctypes.cast(KEPT_ALIVE[-1], ctypes.c_void_p).value
+
+    def address(libcuda, function):
+        found = find(libcuda, function)
+        return observed(found) if function == name else found
 
     monkeypatch.setattr(xk._LibCuda, "address", address)
 
 
+def count_launches(monkeypatch):
+    """Count the launches by handlers that are compiled from now on."""
+    kinds = [ctypes.c_void_p, *[ctypes.c_uint32] * 7, *[ctypes.c_void_p] * 3]
+    observe_driver(monkeypatch, "cuLaunchKernel", kinds, lambda *args: LAUNCHED.append(1))
+
+
+@pytest.fixture
+def memsets(monkeypatch):
+    """Return a list that gets the size of each cuMemsetD8Async by handlers that are compiled from now on."""
+    found = []
+    kinds = [ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p]
+    observe_driver(monkeypatch, "cuMemsetD8Async", kinds, lambda target, value, nbytes, stream: found.append(nbytes))
+    return found
+
+
 @pytest.fixture
 def reasons(caplog):
-    """Gives why batches that were lowered since it was last asked are a launch for each slice."""
+    """Return a function that returns the logged reasons for per-slice launches, and clears the log."""
 
     def take():
         texts = {text.partition(conftest.PER_SLICE_FALLBACK)[2] for text in caplog.messages}
@@ -3970,42 +3916,15 @@ def run_on_gpu(function, *args):
     return jax.block_until_ready(jax.jit(function)(*args))
 
 
-@pytest.fixture
-def memsets(monkeypatch):
-    """The calls of cuMemsetD8Async by handlers that are compiled from now on, one item each."""
-    found = []
-    find = xk._LibCuda.address
-    kind = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
-
-    @functools.cache
-    def recording(address):
-        def record(target, value, nbytes, stream):
-            found.append(nbytes)
-            return kind(address)(target, value, nbytes, stream)
-
-        return kind(record)
-
-    def address(libcuda, name):
-        address = find(libcuda, name)
-        return ctypes.cast(recording(address), ctypes.c_void_p).value if name == "cuMemsetD8Async" else address
-
-    monkeypatch.setattr(xk._LibCuda, "address", address)
-    yield found
-    KEPT_ALIVE.append(recording)  # as handlers are
-
-
-KEPT_ALIVE = []
-
-
 class LaunchCounter(typing.NamedTuple):
-    """A GPU, or a fake one."""
+    """A GPU or the fake driver, with handlers that count their launches."""
 
-    run: Callable  # (function, *args) -> what a program for CUDA gives
+    run: Callable  # (function, *args) -> the results of a program for CUDA
     cuda: types.ModuleType | None = None
-    has_numbers: bool = True  # the fake driver runs no kernel
+    has_numbers: bool = True  # False for the fake driver, which runs no kernel
 
     def check(self, function, inputs, n_launches, expected=None):
-        """A batch of the inputs that have as many slices as the first takes so many launches, and is right."""
+        """Check the launches and the results of a batch.  Inputs of another size than the first are unbatched."""
         n_slices = len(inputs[0])
         in_axes = [0 if len(x) == n_slices else None for x in inputs]
 
@@ -4022,13 +3941,19 @@ class LaunchCounter(typing.NamedTuple):
             check_close(results, self.run(each_slice, *inputs) if expected is None else expected, 1e-4)
 
     def check_threads(self, op):
-        """They make batches of it at once."""
+        """Lower and run batches of four sizes at the same time.  Each is one launch."""
         LAUNCHED.clear()
-        in_threads(lambda n: self.run(jax.vmap(op), *[np.tile(x, (n, 1)) for x in PAIRS]), [1, 2, 3, 4])
+        barrier = threading.Barrier(4)
+
+        def run_batch(n):
+            barrier.wait()
+            self.run(jax.vmap(op), *[np.tile(x, (n, 1)) for x in PAIRS])
+
+        in_threads(run_batch, [1, 2, 3, 4])
         assert len(LAUNCHED) == 4
 
 
-@pytest.fixture(params=[*FAKED, pytest.param("gpu", marks=pytest.mark.needs("gpu", "cuda", "compiler"))])
+@pytest.fixture(params=[*FAKE_DRIVER_PACKAGES, pytest.param("gpu", marks=pytest.mark.needs("gpu", "cuda", "compiler"))])
 def cuda_on_gpu(request, monkeypatch):
     count_launches(monkeypatch)
     if request.param == "gpu":
@@ -4039,23 +3964,23 @@ def cuda_on_gpu(request, monkeypatch):
 
 PAIRS, SHARED = (sample(3, 7), sample(3, 7, seed=1)), (sample(3, 7), sample(7, seed=1))
 IN_ORDER = {"vmap_method": "sequential"}
-EACH = "i = cuda.grid(1)\n    if i < 7: "
-X_Y_OUT = "x, y, out", f"{EACH}out[i] = x[max(i - 1, 0)] + y[i]"
+THREAD_I = "i = cuda.grid(1)\n    if i < 7: "
+X_Y_OUT = "x, y, out", f"{THREAD_I}out[i] = x[max(i - 1, 0)] + y[i]"
 REVERSE = """i = cuda.grid(1)
     tile = cuda.shared.array(8, "float32")
     tile[cuda.threadIdx.x] = x[min(i, 6)]
     cuda.syncthreads()
     if i < 7: out[i] = tile[7 - cuda.threadIdx.x] + y[i]"""
-CUDA_BATCHES = {  # parameters and what a thread does, the inputs, options, and why three slices are three launches
+CUDA_BATCHES = {  # parameters and body, inputs, options, and the reason for one launch per slice
     "stencil": (X_Y_OUT, PAIRS, {}, None),
-    "in-out and scalar": (("x, a, y", f"{EACH}y[i] = 2 * y[i] + a * x[i]"), (PAIRS[0], sample(3), PAIRS[1]),
+    "in-out and scalar": (("x, a, y", f"{THREAD_I}y[i] = 2 * y[i] + a * x[i]"), (PAIRS[0], sample(3), PAIRS[1]),
                           {"outs": like_last, "in_out_argnames": ["y"], "scalars": ["a"]}, None),
-    "shared memory, shared operand": (("x, y, out", REVERSE), SHARED, {}, None),
-    "no elements": (("x, z, out", f"{EACH}out[i] = x[i] + z.size"), (PAIRS[0], np.zeros((3, 0), "f4")), {}, None),
-    "no dimensions": (("x, a, out", f"{EACH}out[i] = x[i] * a[()]"), (PAIRS[0], sample(3)), {},
+    "shared memory and unbatched operand": (("x, y, out", REVERSE), SHARED, {}, None),
+    "no elements": (("x, z, out", f"{THREAD_I}out[i] = x[i] + z.size"), (PAIRS[0], np.zeros((3, 0), "f4")), {}, None),
+    "0-d array": (("x, a, out", f"{THREAD_I}out[i] = x[i] * a[()]"), (PAIRS[0], sample(3)), {},
                       {"numba_cuda_mlir.cuda": "TypeError: .*cannot compile"}),
-    "in order": (X_Y_OUT, PAIRS, IN_ORDER, 'vmap_method="sequential" runs slices in order'),
-    "asks for z": (("x, y, out", f"{EACH}out[i] = x[i] + cuda.gridDim.z"), PAIRS, {},
+    "sequential": (X_Y_OUT, PAIRS, IN_ORDER, 'vmap_method="sequential" runs slices in order'),
+    "reads gridDim.z": (("x, y, out", f"{THREAD_I}out[i] = x[i] + cuda.gridDim.z"), PAIRS, {},
                    "the slices are the blocks along z, and its PTX has %n?ctaid.z"),
 }  # fmt: skip
 
@@ -4065,21 +3990,21 @@ def batch_op(kernel, **options):
 
 
 @pytest.mark.parametrize("kind", CUDA_BATCHES)
-def test_fakecuda_or_gpu_a_batch_is_one_launch(cuda_on_gpu, kind, reasons):
+def test_fakecuda_or_gpu_batch_is_one_launch(cuda_on_gpu, kind, reasons):
     (parameters, body), inputs, options, reason = CUDA_BATCHES[kind]
-    if isinstance(reason, dict):  # an error of one package
+    if isinstance(reason, dict):  # only one package has this error
         reason = reason.get(cuda_on_gpu.cuda.__name__)
-    kernel = own_kernel(cuda_on_gpu.cuda, parameters, body)
+    kernel = new_cuda_kernel(cuda_on_gpu.cuda, parameters, body)
     cuda_on_gpu.check(batch_op(kernel, **options), inputs, 3 if reason else 1)
     found = reasons()
     assert len(found) == bool(reason) and all(re.match(reason, text) for text in found)
 
 
 @pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 3), (True, 3), (False, 0)])
-def test_fakecuda_or_gpu_new_outputs_and_scratch_start_from_zeros(cuda_on_gpu, memsets, zero_outputs, n_memsets):
-    """A batch is one launch, with one memset for each output and scratch buffer that is not aliased to an input."""
-    body = f"{EACH}a[i] = x[i]; b[i] += x[i]; tmp[i] = y[i]; y[i] = x[i]"
-    kernel = own_kernel(cuda_on_gpu.cuda, "x, y, a, b, tmp", body)
+def test_fakecuda_or_gpu_memset_per_new_buffer(cuda_on_gpu, memsets, zero_outputs, n_memsets):
+    """A batch is one launch, and has one memset for each output and scratch buffer that is not aliased to an input."""
+    body = f"{THREAD_I}a[i] = x[i]; b[i] += x[i]; tmp[i] = y[i]; y[i] = x[i]"
+    kernel = new_cuda_kernel(cuda_on_gpu.cuda, "x, y, a, b, tmp", body)
     outs = lambda x, y: (y, x, x)
     options = {"outs": outs, "scratch": like_first, "in_out_argnames": ["y"], "zero_outputs": zero_outputs}
     expected = None if zero_outputs is False else (PAIRS[0],) * 3
@@ -4092,12 +4017,10 @@ def test_fakecuda_or_gpu_new_outputs_and_scratch_start_from_zeros(cuda_on_gpu, m
 
 @on_gpu
 @pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 2), (False, 0)])
-def test_gpu_outputs_of_callables_start_from_zeros(memsets, zero_outputs, n_memsets):
-    accumulate = cuda_jit(cuda_accumulate)
-
+def test_gpu_callable_outputs_start_from_zeros(memsets, zero_outputs, n_memsets):
     def launch(x, out, tmp, stream):
-        accumulate[1, 8, stream](x, tmp)
-        accumulate[1, 8, stream](tmp, out)
+        CallableKernels.accumulate[1, 8, stream](x, tmp)
+        CallableKernels.accumulate[1, 8, stream](tmp, out)
 
     options = {"scratch": like_first, "zero_outputs": zero_outputs}
     results = run_on_gpu(jax.vmap(xk.numba_cuda_callable(launch, like_first, **options)), PAIRS[0])
@@ -4106,20 +4029,23 @@ def test_gpu_outputs_of_callables_start_from_zeros(memsets, zero_outputs, n_mems
         check_close(results, PAIRS[0])
 
 
-@pytest.mark.parametrize("function, counts", [(Cached.read_table, [0, 0, 0]), (Cached.count_in_table, [1, 2, 3])])
-def test_fakecuda_or_gpu_kernel_that_may_write_to_a_global_array(cuda_on_gpu, function, counts, reasons):
-    """By a function that it calls: one launch would race in silence."""
+@pytest.mark.parametrize("function, counts", [
+    pytest.param(CacheableKernels.read_table, [0, 0, 0], id="reads"),
+    pytest.param(CacheableKernels.count_in_table, [1, 2, 3], id="writes"),
+])  # fmt: skip
+def test_fakecuda_or_gpu_write_to_global_array_prevents_batch_launch(cuda_on_gpu, function, counts, reasons):
+    """A helper accesses the array.  The slices of one launch would race."""
     package = cuda_on_gpu.cuda
     table = package.to_device(np.zeros(8, "f4")) if cuda_on_gpu.has_numbers else DeviceArray()
-    helper = package.jit(device=True)(written_for(package, function, table=table))
-    op = batch_op(package.jit(written_for(package, Cached.by_helper, called=helper)), outs=spec(1))
+    helper = package.jit(device=True)(for_package(package, function, table=table))
+    op = batch_op(package.jit(for_package(package, CacheableKernels.by_helper, called=helper)), outs=spec(1))
     cuda_on_gpu.check(op, PAIRS[:1], 3 if any(counts) else 1, np.float32(counts)[:, None])
     assert reasons() == ({"the kernel may write to global device arrays: table"} if any(counts) else set())
 
 
-def test_fakecuda_or_gpu_batch_reads_what_the_kernel_read(cuda_on_gpu, reasons):
-    """Also where another wrapper had it compiled."""
-    kernel = own_kernel(cuda_on_gpu.cuda, "x, out", f"{EACH}out[i] = factor * x[i]", names={"factor": 2.0})
+def test_fakecuda_or_gpu_changed_captured_value_prevents_batch_launch(cuda_on_gpu, reasons):
+    """Batches use the values that the kernel was compiled with, including by another wrapper."""
+    kernel = new_cuda_kernel(cuda_on_gpu.cuda, "x, out", f"{THREAD_I}out[i] = factor * x[i]", names={"factor": 2.0})
     x, _ = PAIRS
     cuda_on_gpu.run(batch_op(kernel), x[0])
     kernel.py_func.__globals__["factor"] = 3.0
@@ -4128,9 +4054,9 @@ def test_fakecuda_or_gpu_batch_reads_what_the_kernel_read(cuda_on_gpu, reasons):
         assert reasons() == {"captured values have changed since the kernel was compiled"}
 
 
-def test_fakecuda_or_gpu_exported_batch_of_a_kernel_with_a_name(cuda_on_gpu):
-    """Of any size it is one launch, which is compiled with the slice: another process may lower no batch."""
-    kernel = own_kernel(cuda_on_gpu.cuda, "x, out", f"{EACH}out[i] = factor * x[i]", names={"factor": 2.0})
+def test_fakecuda_or_gpu_exported_batch_of_named_kernel_is_one_launch(cuda_on_gpu):
+    """The batch launch is compiled with the first trace, because another process may run only exported programs."""
+    kernel = new_cuda_kernel(cuda_on_gpu.cuda, "x, out", f"{THREAD_I}out[i] = factor * x[i]", names={"factor": 2.0})
     op = batch_op(kernel, name=f"batch.{cuda_on_gpu.cuda.__name__}")
     jax.eval_shape(op, spec(7))
     kernel.py_func.__globals__["factor"] = 3.0
@@ -4143,11 +4069,11 @@ def test_fakecuda_or_gpu_exported_batch_of_a_kernel_with_a_name(cuda_on_gpu):
     assert len(LAUNCHED) == 1
 
 
-def test_fakecuda_or_gpu_launches_that_share_a_handler(cuda_on_gpu, reasons, monkeypatch):
-    """Those with too many threads for the form of batches, or with a z, are launched for each slice."""
-    limit = xk._LibCuda.function_attribute
-    monkeypatch.setattr(xk._LibCuda, "function_attribute", lambda *args: 7 if args[2] == 0 else limit(*args))
-    kernel = own_kernel(cuda_on_gpu.cuda, *X_Y_OUT)
+def test_fakecuda_or_gpu_launch_decides_about_batch_launch(cuda_on_gpu, reasons, monkeypatch):
+    """These wrappers share a handler.  A batch launch cannot have too many threads per block or use z."""
+    attribute = xk._LibCuda.function_attribute
+    monkeypatch.setattr(xk._LibCuda, "function_attribute", lambda *args: 7 if args[2] == 0 else attribute(*args))
+    kernel = new_cuda_kernel(cuda_on_gpu.cuda, *X_Y_OUT)
     too_many = "a block of the kernel for batches can have 7 threads, and block=(8, 1, 1)"
     has_z = "the slices are the blocks along z, and the launch uses z: grid=(2, 1, 2)"
     for grid, block, n, reason in (1, 8, 3, too_many), (2, 4, 1, None), ((2, 1, 2), 4, 3, has_z), (1, 8, 3, too_many):
@@ -4155,31 +4081,37 @@ def test_fakecuda_or_gpu_launches_that_share_a_handler(cuda_on_gpu, reasons, mon
         assert reasons() == {reason} - {None}
 
 
-def test_fakecuda_or_gpu_threads_make_batches_at_once(cuda_on_gpu, monkeypatch):
-    """Of one form, which is compiled once."""
-    forms, make_form = [], xk._ArgumentMap._replace
+def test_fakecuda_or_gpu_concurrent_batches_compile_once(cuda_on_gpu, monkeypatch):
+    """Four threads share the argument map of batches, for which the kernel is compiled."""
+    compiled, replace = [], xk._ArgumentMap._replace
 
-    def make_slowly(*args, **ranks):
-        forms.append(args)
+    def replace_slowly(*args, **ranks):
+        compiled.append(args)
         time.sleep(0.1)
-        return make_form(*args, **ranks)
+        return replace(*args, **ranks)
 
-    monkeypatch.setattr(xk._ArgumentMap, "_replace", make_slowly)
-    cuda_on_gpu.check_threads(batch_op(own_kernel(cuda_on_gpu.cuda, *X_Y_OUT)))
-    assert len(forms) == 1
+    monkeypatch.setattr(xk._ArgumentMap, "_replace", replace_slowly)
+    cuda_on_gpu.check_threads(batch_op(new_cuda_kernel(cuda_on_gpu.cuda, *X_Y_OUT)))
+    assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("ptx, asks", [
-    ("mov.u32 %r1, %ctaid.z;", "%ctaid.z"), ("mov.v4.u32 {%r1, %r2, %r3, %r4}, %nctaid;", "%nctaid"),
-    ("mov.u64 %rd1, %gridid;", "%gridid"), (".entry kernel() .explicitcluster {", ".explicitcluster"),
-    ("mov.u32 %r1, %cluster_ctaid.x;", "%cluster_ctaid"),
-    (".extern .func (.param .b32 result) of_the_user (.param .b64 x);", "of_the_user"),
-    (".extern .func (.param .b32 result) vprintf (.param .b64 x);", ""),
-    ("mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mov.u32 %r4, %nctaid.y;", ""),
-])  # fmt: skip
-def test_ptx_that_asks_for_z(ptx, asks):
-    found = xk._USES_Z.search(ptx)
-    assert asks in found[0] if asks else found is None
+@pytest.mark.parametrize(
+    "ptx, found",
+    [
+        ("mov.u32 %r1, %ctaid.z;", "%ctaid.z"),
+        ("mov.v4.u32 {%r1, %r2, %r3, %r4}, %nctaid;", "%nctaid"),
+        ("mov.u64 %rd1, %gridid;", "%gridid"),
+        (".entry kernel() .explicitcluster {", ".explicitcluster"),
+        ("mov.u32 %r1, %cluster_ctaid.x;", "%cluster_ctaid"),
+        (".extern .func (.param .b32 result) of_the_user (.param .b64 x);", "of_the_user"),
+        (".extern .func (.param .b32 result) vprintf (.param .b64 x);", ""),
+        ("mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mov.u32 %r4, %nctaid.y;", ""),
+    ],
+    ids=["ctaid.z", "vector of nctaid", "gridid", "cluster", "cluster_ctaid", "external function", "vprintf", "other"],
+)
+def test_cuda_ptx_that_uses_z_is_recognized(ptx, found):
+    match = xk._USES_Z.search(ptx)
+    assert found in match[0] if found else match is None
 
 
 # ======================================================================================================
@@ -6102,7 +6034,7 @@ def test_op_benchmark_reports_milliseconds_and_microseconds():
 
 
 # ======================================================================================================
-# Over several devices: XLA splits a batch over a mesh itself; a kernel's own dimensions are gathered
+# Several devices: XLA partitions the batch dimensions of a call over a mesh, and gathers the other dimensions
 
 
 @xk.numba_kernel(outs=lambda x, v, *_: (v, spec(dtype=np.int32)), input_output_aliases={1: 0}, scratch=like_last)
@@ -6114,20 +6046,19 @@ def add_to_v(x, v, y, z, out, count, work):
 
 
 def four_devices(*shape, axis_type=AUTO):
-    """A mesh: a row of them, "d", or two by two, "d" and "e"."""
+    """Return a mesh of this shape, with the axes "d" and "e"."""
     devices = np.array(jax.devices()[:4]).reshape(shape)
     return jax.sharding.Mesh(devices, ("d", "e")[: len(shape)], axis_types=(axis_type,) * len(shape))
 
 
 def on_mesh(x, *axes, mesh=None):
-    """An array on four devices, by default in a row, split over these axes of their mesh."""
+    """Return an array whose dimensions are partitioned over these axes of a mesh, by default of shape (4,)."""
     return jax.device_put(x, jax.sharding.NamedSharding(mesh or four_devices(4), P(*axes)))
 
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
 
-
-X846 = np.random.default_rng(0).random((8, 4, 6), np.float32)  # named by their shapes
+X846 = np.random.default_rng(0).random((8, 4, 6), np.float32)  # the names say the shapes
 X86, X6, X8, Y8 = X846[:, 0], X846[0, 1], X846[:, 1, 0], X846[:, 2, 0]
 XS, YS = X846[:2, :, :4]
 multiply_in_op, multiply_in_jax = call_op(product_op(numba_multiply)), call_op(product_op())
@@ -6148,30 +6079,32 @@ def gradients(multiply):
     return jax.grad(sum_of(multiply), (0, 1))
 
 
-@pytest.mark.parametrize("axis_type, function, operands, expected, moves", [
-    # operands: arrays, with the axes that their dimensions are split over; moves: whether they move between devices
+@pytest.mark.parametrize("axis_type, function, operands, expected, communicates", [
+    # operands: arrays, with the mesh axes over which their dimensions are partitioned
     (AUTO, over_d, [(X846, "d", "e"), (X6,)], X846 * X6, False),
     (AUTO, jax.vmap(add_to_v, (None, 0, None, 0)), [(X8[0],), (X86, "d"), (X846[0],), (X86, "d")],
      ((1 + X8[0]) * X86 + X846[0, 0, 0], np.full(8, 6, np.int32)), False),
     (AUTO, multiply_all_pairs, [(XS, "d"), (YS, "e")], XS[:, None] * YS, False),
-    (AUTO, multiply_in_op, [(X8, "d"), (Y8, "d")], X8 * Y8, True),  # with explicit axes JAX refuses it
+    (AUTO, multiply_in_op, [(X8, "d"), (Y8, "d")], X8 * Y8, True),  # with explicit axes JAX rejects it
     (EXPLICIT, jax.vmap(multiply_rows), [(X846, None, ("e", "d")), (X86,)], X846 * X86[:, None], False),
     (EXPLICIT, gradient_of_squares, [(XS, "d"), (YS[0],)], 2 * XS * YS[0] ** 2, False),
-    # operands that are split differently
+    # operands that are partitioned differently
     (EXPLICIT, multiply_in_jax, [(X8, "d"), (Y8,)], X8 * Y8, True),
     (EXPLICIT, gradients(multiply_in_jax), [(X8, "d"), (Y8,)], (Y8, X8), True),
     (EXPLICIT, gradients(WITH_BACKWARD_PASS), [(X8, "d"), (Y8,)], (Y8, X8), True),
-])  # fmt: skip
-def test_xla_splits_a_batch(axis_type, function, operands, expected, moves):
-    """With aliases, scratch and shared operands."""
+], ids=["shard_map over one axis", "aliases and scratch", "nested batch over both axes", "gathered operand",
+        "dimension over both axes", "gradient", "replicated operand of op", "gradients of op",
+        "gradients of backward pass"])  # fmt: skip
+def test_xla_partitions_batch_without_communication(axis_type, function, operands, expected, communicates):
+    """XLA gathers an operand only if its own dimensions are partitioned, or if operands differ."""
     mesh = four_devices(2, 2, axis_type=axis_type)
     args = [on_mesh(x, *axes, mesh=mesh) for x, *axes in operands]
     executable = jax.jit(function).lower(*args).compile()
     check_close(executable(*args), expected)
-    assert bool(COLLECTIVES.search(executable.as_text())) == moves
+    assert bool(COLLECTIVES.search(executable.as_text())) == communicates
 
 
-def test_wrappers_in_an_eager_shard_map_and_in_a_checkpoint():
+def test_wrapper_in_eager_shard_map_and_checkpoint():
     multiply = jax.custom_vjp(plain := wrap(numba_multiply))
     multiply.defvjp(lambda x, y: (plain(x, y), (x, y)), lambda xy, ct: (ct * xy[1], ct * xy[0]))
     split = jax.shard_map(multiply, mesh=four_devices(4), in_specs=P("d"), out_specs=P("d"))
@@ -6181,37 +6114,37 @@ def test_wrappers_in_an_eager_shard_map_and_in_a_checkpoint():
 
 
 def over_axis(f, axis, **mesh):
-    """`f` in a shard_map over one axis of the mesh alone."""
+    """Return `f` in a shard_map over only one axis of the mesh."""
     return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)
 
 
-def test_side_effects_need_a_sharding_that_says_where():
-    two_by_two = four_devices(2, 2)
-    kept = wrap(copy.__wrapped__, has_side_effect=True)
-    over_half_a_mesh = over_axis(kept, "d", mesh=two_by_two)
+def test_side_effect_on_mesh_needs_shard_map_over_all_axes():
+    """Otherwise XLA decides on which devices a kernel runs."""
+    mesh = four_devices(2, 2)
+    kernel = wrap(copy.__wrapped__, has_side_effect=True)
     with pytest.raises(NotImplementedError, match="shard_map"):
-        jax.jit(over_half_a_mesh)(XS)
-    over_both = over_axis(over_axis(kept, "e"), "d", mesh=two_by_two)
+        jax.jit(over_axis(kernel, "d", mesh=mesh))(XS)
+    over_both = over_axis(over_axis(kernel, "e"), "d", mesh=mesh)
     check_close(jax.jit(over_both)(XS), XS)
 
 
 # ======================================================================================================
-# What is inside the file and may change with it
+# C structs
 
 
 def fields_in_header(text, name):
-    """(name, bytes) of every field of a struct."""
+    """Return the name and the size in bytes of each field of a struct."""
     body = re.search(rf"struct {name} \{{(.*?)\}}", text, re.DOTALL)[1]
     fields = []
     for declaration in body.split(";")[:-1]:
         *kind, field = re.findall(r"\w+|\*", declaration)
-        is_word = set(kind) & {"*", "size_t", "int64_t", "_XLA_FFI_API_STRUCT_FIELD"}
+        has_8_bytes = set(kind) & {"*", "size_t", "int64_t", "_XLA_FFI_API_STRUCT_FIELD"}
         struct_or_enum = getattr(xk, kind[-1], ctypes.c_int32)
-        fields.append((field, 8 if is_word else ctypes.sizeof(struct_or_enum)))
+        fields.append((field, 8 if has_8_bytes else ctypes.sizeof(struct_or_enum)))
     return fields
 
 
-IN_JAXLIB_0_9 = {  # what has another name there
+NAMES_IN_JAXLIB_0_9 = {  # by their names in later versions
     "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
     "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
     "XLA_FFI_InvokeContext_Get": "XLA_FFI_ExecutionContext_Get",
@@ -6219,10 +6152,10 @@ IN_JAXLIB_0_9 = {  # what has another name there
 
 
 def test_mirrored_structs_equal_the_header():
-    """Which may have more fields at the end of a struct."""
+    """The header of a later jaxlib may have more fields at the end of a struct."""
     path = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
-    for name, older in IN_JAXLIB_0_9.items():
+    for name, older in NAMES_IN_JAXLIB_0_9.items():
         text = text if name in text else text.replace(older, name)
     structs = {name: value for name, value in vars(xk).items() if name.startswith("XLA_FFI_")}
     assert len(structs) == 17
@@ -6231,28 +6164,29 @@ def test_mirrored_structs_equal_the_header():
         assert fields == fields_in_header(text, name)[: len(fields)]
 
 
-def test_fakecuda_all_is_compiled_when_a_call_is_traced(gpus, package_cuda):
-    """Under the name that exported programs call; a batch, which has the same handler, reads no globals anew."""
-    name = f"exported.{package_cuda.__name__}"
-    op = own_op(package_cuda, name=name)
-    jax.eval_shape(op, FLOATS)
-    names = [target for target in gpus.handlers if target.startswith(name)]
-    assert len(names) == len(gpus.launches(jax.vmap(op), jnp.ones((4, 3)))) == 1
-    assert [target for target in gpus.handlers if target.startswith(name)] == names
-
-
 # ======================================================================================================
-# Processes: what only a process of its own can show.  Those of one kind run in one, as it takes 3 s to start
+# Processes of their own.  Some run several programs, because a process takes 3 s to start
 
-LIFE_OF_A_PROCESS = """
-    import importlib, multiprocessing
+
+def run_functions(*functions, **environment):
+    """Run functions of this file one after another in a new process.  They use only the names of `run_code`."""
+    calls = [f"{function.__name__}()" for function in functions]
+    run_code("\n".join([*map(inspect.getsource, functions), *calls]), **environment)
+
+
+def fork_and_reload():
+    """Check kernels after registration before JAX has a backend, in a forked process, and after a reload."""
+    import importlib
+    import multiprocessing
+
+    ones = np.ones(4, np.float32)
+    held = jax.jit(add_one)
+    jax.eval_shape(add_one, ones)  # this registers the kernel
 
     def check(module=xk):
         new = module.numba_kernel(add_one.__wrapped__, like_first)
         assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
 
-    held = jax.jit(add_one)
-    jax.eval_shape(add_one, ones)  # registered before JAX has a backend
     if hasattr(os, "fork"):
         child = multiprocessing.get_context("fork").Process(target=check)
         child.start()
@@ -6260,12 +6194,16 @@ LIFE_OF_A_PROCESS = """
         assert child.exitcode == 0, "the forked process"
     check()
     jitted = numba.njit(add_one.__wrapped__)
-    for module in (xk, importlib.reload(xk)):  # named kernels are the same then
+    for module in (xk, importlib.reload(xk)):
         check(module)
         for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
             assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
-    """
-SHARED_BATCHES = """
+
+
+def share_xla_threads():
+    """Run nested batches on all devices in 16 threads.  They share XLA's thread pool, and must not wait for it."""
+    global running
+
     def spin(x, y, out):
         total = 0.0
         for i in range(300):
@@ -6288,26 +6226,28 @@ SHARED_BATCHES = """
     pmapped = jax.pmap(jax.vmap(jax.vmap(wrap(spin), (0, 0)), (0, None)), in_axes=(0, None))
     sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
 
-    def work(count):
+    def work(count):  # ten rounds found a lost wake-up
         for _ in range(count):
             for f in (jitted, pmapped, sharded):
                 np.testing.assert_array_equal(f(x, y), expected)
             assert "bad slice" in error_of(jitted, bad, y)
 
-    pmapped(x, y)  # the first call by one thread: JAX's own cache of pmap (0.9) fails where several trace it at once
+    pmapped(x, y)  # in one thread, because the cache of pmap fails if several threads trace it (jax 0.9)
     in_threads(work, [10] * 16)
 
-    whole, split = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
-    kernel = jax.vmap(wrap(kernel_from_body("if x[0] > 8: raise ValueError('too large')\\n    out[0] = x[0]")))
-    of_seven = jax.jit(lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), whole), in_shardings=split)
-    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], split)
-    assert of_seven(slices)[6] == 12
-    assert "too large" in error_of(of_seven, 2 * slices)
-    running = [pmapped(x + i, y) for i in range(100)]  # when the process ends
-    """
+    replicated, partitioned = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
+    kernel = jax.vmap(wrap(kernel_from_body("if x[0] > 8: raise ValueError('too large')\n    out[0] = x[0]")))
+    seven_slices = lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), replicated)  # eight devices
+    seven_slices = jax.jit(seven_slices, in_shardings=partitioned)
+    slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], partitioned)
+    assert seven_slices(slices)[6] == 12
+    assert "too large" in error_of(seven_slices, 2 * slices)
+    running = [pmapped(x + i, y) for i in range(100)]  # kernels still run when the process exits
 
 
-SUBNORMAL = """
+def keep_subnormal_numbers():
+    """Check that kernels and Numba's own threads keep subnormal numbers, although XLA flushes them to zero."""
+
     @numba.njit(parallel=True)
     def halve(x, out):
         for i in numba.prange(x.size):
@@ -6326,9 +6266,13 @@ SUBNORMAL = """
     assert np.asarray(kernel(tiny)).all() and by_numba().all()
     assert "nan" in error_of(kernel, tiny * np.nan) and by_numba().all()
     by_kernel, by_xla = map(np.asarray, jax.jit(lambda x: (kernel(x), x * np.float32(0.5)))(tiny))
-    assert by_kernel.all() and not by_xla.any()  # XLA goes on as before
-    """
-WORKQUEUE = """
+    assert by_kernel.all() and not by_xla.any()  # XLA's mode is restored after the kernel
+
+
+def enter_workqueue_from_several_threads():
+    """Run parallel kernels in six threads.  Numba's workqueue aborts a process in which two threads enter it."""
+    ones = np.ones(4, np.float32)
+
     @numba.njit(parallel=True)
     def direct(x, out):
         for i in numba.prange(x.size):
@@ -6339,7 +6283,7 @@ WORKQUEUE = """
     def through_helper(x, out):
         direct(x, out)
 
-    wrap(kernel_from_body("out[0] = x[0]"))(ones)  # of the same signature, but without a lock
+    wrap(kernel_from_body("out[0] = x[0]"))(ones)  # a kernel of the same signature that needs no lock
 
     def work(kernel):
         f = wrap(kernel)
@@ -6348,26 +6292,24 @@ WORKQUEUE = """
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
     in_threads(work, [direct, through_helper] * 3)
-    """
 
 
 @pytest.mark.processes
-def test_the_life_of_a_process_and_batches_of_many_callers_on_many_devices():
-    """A fork, a late start of the backend, a reload.  Then 16 callers of 8 devices share XLA's threads, which none may
-    wait for; ten rounds find a lost wake-up.  Nor is there one for each of seven slices."""
-    parts, layer = [LIFE_OF_A_PROCESS, SHARED_BATCHES], "default"
+def test_fork_reload_and_concurrent_batches_on_eight_devices():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    if conftest.missing("glibc"):
+        run_functions(fork_and_reload, share_xla_threads, **flags)
+    else:
+        flags["NUMBA_THREADING_LAYER"] = "omp"
+        run_functions(fork_and_reload, keep_subnormal_numbers, share_xla_threads, **flags)
+
+
+@pytest.mark.processes
+def test_parallel_kernels_in_workqueue_from_several_threads():
+    functions = [enter_workqueue_from_several_threads]
     if not conftest.missing("glibc"):
-        parts, layer = [LIFE_OF_A_PROCESS, SUBNORMAL, SHARED_BATCHES], "omp"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NUMBA_THREADING_LAYER": layer}
-    run_code("\n".join(map(textwrap.dedent, parts)), **flags)
-
-
-@pytest.mark.processes
-def test_parallel_kernels_in_numbas_workqueue():
-    """It aborts a process in which two threads enter it; and its threads, too, take subnormal numbers for what they
-    are, whoever starts them."""
-    parts = [WORKQUEUE] if conftest.missing("glibc") else [SUBNORMAL, WORKQUEUE]
-    run_code("\n".join(map(textwrap.dedent, parts)), NUMBA_THREADING_LAYER="workqueue")
+        functions.insert(0, keep_subnormal_numbers)
+    run_functions(*functions, NUMBA_THREADING_LAYER="workqueue")
 
 
 CACHED = """
@@ -6395,7 +6337,7 @@ CACHED = """
 
 
 def run_cached(folder):
-    """What kernels that Numba caches give in this process, and how many functions it compiled for them."""
+    """Return the results of kernels with cache=True, and how many functions Numba compiled for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         cached = importlib.import_module("cached")
@@ -6408,39 +6350,19 @@ def run_cached(folder):
 
 
 @pytest.mark.processes
-def test_a_second_process_compiles_no_kernel_that_numba_caches(tmp_path):
-    """And refuses the same, though what Numba loads does not say what is in it."""
+def test_second_process_loads_cached_kernels(tmp_path):
+    """It rejects the same kernel, although loaded code has no LLVM IR."""
     (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
     results, n_compiled = run_cached(tmp_path)
     assert results == [1000, 2] and n_compiled > 0
     assert another_process().submit(run_cached, tmp_path).result() == (results, 0)
 
 
-@pytest.mark.processes
-@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
-def test_cuda_fake_driver(tmp_path):
-    """Runs the tests of its name with the fake driver, on PTX of the packages that are here."""
-    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
-    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
-    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
-        "XLA_KERNELS_FAKE_CUDA": "1",
-    }
-    outcomes = outcomes_elsewhere("test_fakecuda", tmp_path, **environment)
-    assert set(outcomes.values()) == {"passed"} | skips_for("numba-cuda", "numba-cuda-mlir", "gpu")
-
-
-# -- the simulator, what is imported, the self-check ----------------------------------------------------
-
-
 ROOT = pathlib.Path(__file__).parent
 
 
 def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
-    """Run Python in a fresh process that must end with `rc`; returns its output, or fails with it."""
+    """Run Python in a new process, check its exit code, and return its output."""
     search_path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUTF8": "1"}
     environment = {**os.environ, **paths, **environment}
@@ -6453,43 +6375,79 @@ def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
     return process.stdout
 
 
-def outcomes_elsewhere(tests, folder, **environment):
-    """{test: "passed", or why it was skipped} of those that `-k tests` selects, in a process with this environment, in
-    which none may fail."""
+# -- tests that run in another environment --------------------------------------------------------------
+
+
+def outcomes_elsewhere(*selection, folder, **environment):
+    """Run tests of this file in a process with this environment, and return {test: "passed" or the skip's reason}.
+
+    No test may fail.
+    """
     path = folder / "outcomes"
-    options = ["-p", "no:cacheprovider", f"--outcomes-out={path}"]
-    run_python("-m", "pytest", "-q", __file__, "-k", tests, *options, **environment)
+    options = ["-q", "-p", "no:cacheprovider", f"--outcomes-out={path}"]
+    run_python("-m", "pytest", __file__, *selection, *options, **environment)
     return json.loads(path.read_text())
 
 
 def skips_for(*requirements):
-    """Why tests that need these are skipped here: nothing where all are there."""
+    """Return the reasons for which tests with these conditions are skipped here."""
     return {f"{name}: {conftest.missing(name)}" for name in requirements if conftest.missing(name)}
 
 
-# What XLA does with a call is the same on the CPU.  So the simulator runs cells that differ in what CUDA is called
-# with: each operation in a batch, each dtype alone, batches of batches and of nothing, and calls from several threads.
-IN_SIMULATOR = (
-    "test_on_cuda or test_cudasim or (test_docstring and cuda) or (test_matrix and numba_cuda and not grad and ("
-    "vmap-float32 and (numba_cuda- or blend or hadamard or csr_event)"
-    " or numba_cuda- and (eager- and (add- or bool) or blend and (vmap_nested or vmap_empty or pmap))))"
+def n_passed(outcomes, part):
+    """Return how many tests passed whose names contain this text."""
+    return sum(outcome == "passed" and part in name for name, outcome in outcomes.items())
+
+
+@pytest.mark.processes
+@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
+def test_cuda_fake_driver(tmp_path):
+    """Run the tests that need the fake driver, with the packages that are installed."""
+    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
+    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
+    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
+        "XLA_KERNELS_FAKE_CUDA": "1",
+    }
+    outcomes = outcomes_elsewhere("--needing=fake driver", folder=tmp_path, **environment)
+    packages = {"numba.cuda": "numba-cuda", "numba_cuda_mlir.cuda": "numba-cuda-mlir"}
+    assert set(outcomes.values()) == {"passed"} | skips_for(*packages.values())
+    for module, package in packages.items():
+        assert conftest.missing(package) or n_passed(outcomes, f"[{module}") >= 44, outcomes
+
+
+# XLA treats calls alike on the CPU and on GPUs.  So the simulator runs only cells that differ in how CUDA is called:
+# each operation in a batch, each dtype alone, nested and empty batches, and calls from several threads.
+SIMULATED_CELLS = (
+    "numba_cuda and not grad and (vmap-float32 and (numba_cuda- or blend or hadamard or csr_event)"
+    " or numba_cuda- and (eager- and (add- or bool) or blend and (vmap_nested or vmap_empty or pmap)))"
 )
 
 
 @pytest.mark.processes
 @pytest.mark.needs("compiler")
 def test_cuda_simulator(tmp_path, record_property):
-    """What needs a device, in the simulator, which Numba decides on when it is imported."""
-    outcomes = outcomes_elsewhere(IN_SIMULATOR, tmp_path, NUMBA_ENABLE_CUDASIM="1", JAX_PLATFORMS="cpu")
+    """Run the tests that need Numba CUDA.  Numba reads the variable when it is imported."""
+    selection = f"not (test_matrix or fakecuda) or test_matrix and {SIMULATED_CELLS}"
+    environment = {"NUMBA_ENABLE_CUDASIM": "1", "JAX_PLATFORMS": "cpu"}
+    outcomes = outcomes_elsewhere("--needing=cuda,simulator", "-k", selection, folder=tmp_path, **environment)
     assert set(outcomes.values()) == {"passed"}
+    for name, minimum in {"test_on_cuda": 44, "test_cudasim": 1, "test_docstring": 2, "test_documented": 1}.items():
+        assert n_passed(outcomes, name) >= minimum, outcomes
     cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
     ops, backends, transformations, dtypes = map(set, zip(*cells))
     assert (ops, backends, dtypes) == (set(OPERATIONS), set(in_language("cuda")), set(dtypes_of("cuda")))
-    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"}
+    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 40
     record_property("simulated", cells)
 
 
-def use_a_copy_without_its_backends():
+# -- a copy of the file, and its self-check --------------------------------------------------------------
+
+
+def use_copy_and_run_its_self_check():
     import runpy
     import sys
 
@@ -6520,11 +6478,11 @@ WORKS = r" +works, [\d.]+ µs per call under jit"
 
 
 @pytest.mark.processes
-def test_a_copy_of_the_file_loads_backends_on_use_and_says_which_is_missing_or_broken(tmp_path):
-    """Under another name, beside a file that takes Warp's place."""
+def test_copy_of_file_loads_backends_on_use_and_reports_broken_ones(tmp_path):
+    """The copy has another name, and an empty file replaces Warp."""
     shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
     (tmp_path / "warp.py").touch()
-    program = inspect.getsource(use_a_copy_without_its_backends) + "use_a_copy_without_its_backends()"
+    program = inspect.getsource(use_copy_and_run_its_self_check) + "use_copy_and_run_its_self_check()"
     at_import, error, after_use, *self_check = run_python("-c", program, cwd=tmp_path, rc=1).splitlines()
     assert at_import == "[]"
     assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
@@ -6534,32 +6492,32 @@ def test_a_copy_of_the_file_loads_backends_on_use_and_says_which_is_missing_or_b
     assert re.search("^warp +cpu +FAILED: ", report, re.MULTILINE), report
 
 
-def test_the_self_check_says_what_works(capsys):
+def test_self_check_reports_working_backends(capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(xk.__file__, run_name="__main__")
     report = capsys.readouterr().out
-    warp_says = " +not available: " if conftest.missing("warp") else WORKS
+    warp_report = " +not available: " if conftest.missing("warp") else WORKS
     assert re.search(f"^numba +cpu{WORKS}", report, re.MULTILINE), report
-    assert re.search(f"^warp +cpu{warp_says}", report, re.MULTILINE), report
+    assert re.search(f"^warp +cpu{warp_report}", report, re.MULTILINE), report
     assert ended.value.code == 0
 
 
 # ======================================================================================================
-# conftest.py: what is missing, and what is required
+# conftest.py: conditions, and the grid of the matrix
 
 TWO_TESTS = """
     import pytest
 
     @pytest.mark.needs("warp")
-    def test_of_warp(): pass
+    def test_with_warp(): pass
 
-    def test_of_nothing(): pass
+    def test_without_condition(): pass
 """
 
 
 @pytest.fixture
 def run_tests(pytester, monkeypatch):
-    """A function that runs a test file with this conftest, where Warp is missing."""
+    """Return a function that runs a test file with this conftest, as if Warp were missing."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr(conftest, "missing", {"warp": "warp is not installed"}.get)
     shutil.copy(ROOT / "pyproject.toml", pytester.path)
@@ -6567,7 +6525,7 @@ def run_tests(pytester, monkeypatch):
     def run(source, *options):
         pytester.makepyfile(source)
         always = ["-p", "no:cacheprovider", "-o", "testpaths=."]
-        with warnings.catch_warnings(action="ignore"):  # argparse of Python 3.12.1 warns of pytest's use
+        with warnings.catch_warnings(action="ignore"):  # argparse of Python 3.12.1 warns about pytest
             return pytester.runpytest_inprocess(*always, *options, plugins=[conftest])
 
     return run
@@ -6578,10 +6536,17 @@ def test_conftest_skips_if_a_condition_is_not_met_and_fails_if_it_is_required(ru
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["skipped: warp (warp is not installed)", "SKIPPED * warp: warp is not installed"])
     outcomes = json.loads((pytester.path / "outcomes").read_text())
-    assert outcomes == {"test_of_nothing": "passed", "test_of_warp": "warp: warp is not installed"}
+    assert outcomes == {"test_without_condition": "passed", "test_with_warp": "warp: warp is not installed"}
     result = run_tests(TWO_TESTS, "--require=numba,warp")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
+
+
+def test_conftest_selects_tests_by_condition(run_tests):
+    run_tests(TWO_TESTS, "--needing=warp,gpu").assert_outcomes(skipped=1, deselected=1)
+    result = run_tests(TWO_TESTS, "--needing=warpp")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--needing=warpp: unknown*"])
 
 
 def test_conftest_grid_counts_cells_and_lists_reasons():
@@ -6610,9 +6575,9 @@ def test_conftest_grid_counts_cells_and_lists_reasons():
 
 
 # ======================================================================================================
-# The package: its documents, docstrings and pictures
+# Documents, docstrings and figures
 
-DOCUMENTS = (  # of which the first two have programs
+DOCUMENTS = (  # the first two have programs
     "README.md", ".github/EXAMPLES.md", ".github/BENCHMARK.md", ".github/CHANGELOG.md", ".github/CONTRIBUTING.md"
 )  # fmt: skip
 
@@ -6645,15 +6610,15 @@ def programs_with_needs():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_close_their_code_blocks(document):
-    """Otherwise the programs of a document would not be found.  Collection of the tests must not depend on it."""
+    """After an unclosed block, no program of the document is found."""
     fences = re.findall(r"^```(\w*)$", text_of(document), re.MULTILINE)
     assert len(fences) % 2 == 0 and not any(fences[1::2])
     assert set(fences[::2]) <= {"python", "text", "sh", ""}
 
 
 @pytest.mark.parametrize("code, prints", list(programs_with_needs()))
-def test_documented_programs_print_what_is_written_there(code, prints, tmp_path, monkeypatch, capsys):
-    if cuda:  # the package that is installed, or the simulator
+def test_documented_program_prints_documented_output(code, prints, tmp_path, monkeypatch, capsys):
+    if cuda:  # the installed package, or the simulator
         code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")
     path = tmp_path / "block.py"
     path.write_text(code, encoding="utf-8")
@@ -6663,7 +6628,7 @@ def test_documented_programs_print_what_is_written_there(code, prints, tmp_path,
 
 
 def docstring_examples():
-    """Those of Warp need it; those of `numba.cuda` run in the simulator."""
+    """Yield the docstrings with examples.  Examples of Numba CUDA run only in the simulator."""
     for examples in doctest.DocTestFinder().find(xk):
         source = "".join(example.source for example in examples.examples)
         if source:
@@ -6677,20 +6642,20 @@ def test_docstring_examples(examples):
     assert doctest.DocTestRunner().run(examples).failed == 0
 
 
-PATHS_OF_TABLE = (  # the names in the picture of what README's columns show, in their order
+LABELS_OF_COLUMNS = (  # the labels in the figure for the columns of README's table
     "numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback",
 )  # fmt: skip
 
 
-def test_the_picture_of_speed_has_the_figures_of_the_readmes_table():
-    """It has names, then the figures in the same order, then its title."""
+def test_speed_figure_equals_readme_table():
+    """The figure's texts are the labels, the values in the same order, and the title."""
     row = re.search(r"^\| add 16 elements, in `fori_loop` \|(.*)\|$", text_of("README.md"), re.MULTILINE)[1]
-    figures_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
+    values_of_table = [float(cell) for cell in row.split("|") if cell.strip()]
     below_the_axis = text_of(".github/speed.svg").partition("lower is better")[2]
     *texts, _title = re.findall(r">([^<>]+)</text>", below_the_axis)
     half = len(texts) // 2
-    figure_of = dict(zip(texts[:half], map(float, texts[half:]), strict=True))
-    assert [figure_of[path] for path in PATHS_OF_TABLE] == figures_of_table
+    value_of = dict(zip(texts[:half], map(float, texts[half:]), strict=True))
+    assert [value_of[label] for label in LABELS_OF_COLUMNS] == values_of_table
 
 
 def anchors_of(text):
@@ -6699,7 +6664,7 @@ def anchors_of(text):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_link_what_there_is(document):
+def test_document_links_exist(document):
     prose = re.sub(r"^```.*?^```$", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`\n]*`", "", prose))
     for path, _, anchor in [link.partition("#") for link in links if not link.startswith("https://")]:
@@ -6708,12 +6673,12 @@ def test_documents_link_what_there_is(document):
         assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), anchor
 
 
-def test_the_readme_names_all_that_is_public():
+def test_readme_lists_all_public_names():
     section = text_of("README.md").partition("\n## What works where\n")[2].partition("\n## ")[0]
     assert set(xk.__all__) <= set(re.findall(r"`(\w+)", section))
 
 
-def test_the_readmes_figures_are_those_of_the_benchmark():
+def test_readme_benchmark_rows_are_in_benchmark_document():
     section = text_of("README.md").partition("\n## Benchmark\n")[2]
     rows = re.findall(r"^\|.*$", section, re.MULTILINE)
     assert len(rows) > 2 and "\n".join(rows) in text_of(".github/BENCHMARK.md")
