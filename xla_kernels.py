@@ -2191,7 +2191,7 @@ class _Emitter:
 
 
 # -- 6.2 An IR builder: LLVM instructions from Python's operators --------------------------------------
-# Python code in 6.2 to 6.6, 7.4, 9.3 and 10.4 runs once, when a handler is generated.  The exceptions: `_load_code` also
+# Python code in 6.2 to 6.6, 7.4, 9.3 and 10.4 runs once, when a handler is generated.  Exceptions: `_load_code` also
 # loads object code that handlers share, and `callback` and `_store_error_message` (6.6) run in each call.  Docstrings
 # describe what the generated code does.  The Python code works with `_Int64` and `_StructPointer` objects, which stand
 # for values that exist only when the machine code runs:
