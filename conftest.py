@@ -198,7 +198,7 @@ def computing(request):
         yield
 
 
-# The library logs this text before the reason (`_log_per_slice_fallback`).
+# The library logs this text before the reason (`_fall_back_to_per_slice`).
 PER_SLICE_FALLBACK = "falls back to one launch per slice: "
 
 

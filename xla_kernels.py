@@ -18,13 +18,14 @@ The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callab
 
 The contract:
 
-- A mistake does not give a wrong result silently.  It raises an error that names the fix.
+- Except for what is listed below, a mistake raises an error that names its fix.
 - The caller's arrays never change.  If a kernel updates an argument, XLA copies it first if the old value is used.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
 By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
 that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
-and C++ code; containers that hide arrays; a wrong `__eq__`; globals that another thread assigns during compilation.
+and C++ code; arrays inside containers that the checks do not look into; an `__eq__` that calls different values equal;
+globals that another thread assigns during compilation.
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  The Numba and Warp backends need Numba 0.63 or
 later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends work here.
@@ -45,9 +46,8 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
 #     12 Backends          a table of the backends, and the self-check
 #
-# A section uses the sections above it.  The exceptions: section 5 uses `_Signature` (6); section 6 calls the functions
-# of section 9 that write code for GPUs; `_decorated_backend` (5) looks kernels up in `_BACKENDS` (12).  Sections 3 and
-# 5 hold objects of later classes: handlers, emitters and wrappers.
+# A section uses the sections above it, except that 5 uses `_Signature` (6) and `_BACKENDS` (12), and 6 calls the
+# functions of 9 that write code for GPUs.
 #
 # A call of a wrapper, from the user to XLA:
 #
@@ -155,12 +155,14 @@ __all__ = [
 # changes one of them, the named test fails.
 #
 #     `jax.interpreters.ad`, `.batching`, `.mlir`     to define a primitive (5.1, 11.4 to 11.6); most tests
-#     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_platform_is_that_of_the_lowering
+#     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_kernel_chosen_by_lowering_platform
 #     `_apply_primitive`, an attribute of functions   that `jax_debug_nans` must not run again; test_debug_nans
-#     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type; test_xla_splits_a_batch
+#     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type;
+#                                                     test_xla_partitions_batch_without_communication
 #     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`);
 #                                                     test_side_effect_keeps_unused_and_equal_calls
-#     `val` of the tracers of `vmap`                  the batched value; test_op_vjp_rule_with_integers
+#     `val` of the tracers of `vmap`                  the batched value;
+#                                                     test_op_vjp_rule_handles_integers_and_structured_outs
 
 Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
@@ -310,18 +312,18 @@ def _varying_kwargs(axes: frozenset) -> dict[str, Any]:
     return {"vma": axes}
 
 
-def _out_aval(shape: tuple, dtype: Any, ins: Sequence, partition: Sequence = ()) -> Any:
-    """Return the abstract value of a result of `ins`, on their mesh, sharded like `PartitionSpec(*partition)`."""
-    mesh = _mesh_of(ins)
+def _out_aval(shape: tuple, dtype: Any, in_avals: Sequence, partition: Sequence = ()) -> Any:
+    """Return the abstract value of a result, on the mesh of the inputs, sharded like `PartitionSpec(*partition)`."""
+    mesh = _mesh_of(in_avals)
     if mesh.empty:
         return jax.core.ShapedArray(shape, dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*partition))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying_kwargs(_all_varying_axes(ins)))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying_kwargs(_all_varying_axes(in_avals)))
 
 
-def _batch_partition(axes_of_operands: Iterable[Iterable[Any]]) -> list:
+def _batch_partition(operand_axes_per_dim: Iterable[Iterable[Any]]) -> list:
     """For each batch dimension, return the first mesh axis that any operand is sharded over, or None."""
-    return [next(filter(None, axes), None) for axes in axes_of_operands]
+    return [next(filter(None, axes), None) for axes in operand_axes_per_dim]
 
 
 def _make_varying(args: Sequence) -> list:
@@ -490,11 +492,13 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 # - Numba reads captured values once, when it compiles a kernel.  So a kernel object keeps its target even if they are
 #   reassigned.
 # - If a `def` recreates a kernel, or a plain function is wrapped again, the new object is compared with earlier ones.
-#   If its fingerprint (code, options, captured values) equals an earlier one, it shares that target.  Otherwise each
-#   call of a function that defines a kernel would compile it, and each copy would stay registered forever.  Kernels
-#   that `_is_reusable` excludes, and those with `freezes_globals=False`, never share a target.
+#   If its fingerprint (code, options, captured values) equals an earlier one, it shares that target.  Without this
+#   sharing, each call of a function that defines a kernel would compile it again, and each copy would stay registered
+#   forever.  Kernels that `_is_reusable` excludes, and those with `freezes_globals=False`, never share a target.
 # - A target name contains a hash of the fingerprint, so programs in JAX's persistent cache find their kernels.  If the
-#   name is in use already, it gets a number, which depends on the order in which kernels are created.
+#   name is in use already, it gets a number, which depends on the order in which kernels are created.  That is safe:
+#   the key of JAX's cache contains the name, and XLA looks the name up in the running process.  At worst a cached
+#   program is not found.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -620,14 +624,14 @@ def _all_captured_values(kernel: Any) -> list[tuple[str, Any]]:
 # -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
 # Numba has no hash of a kernel that covers captured values.  So `_fingerprint` writes a line of text for each option,
 # code object and captured value of a kernel and its helpers.  The text is equal in all processes.  If no text can tell
-# a value apart from others, the value is also compared by identity.  In this example, that is the helper:
+# a value apart from others, the value is also compared by identity.  In this simplified example, that is the helper:
 #
 #     n = 2.0                              text                                       identities
 #     @numba.njit(fastmath=True)           code = 9700740100... ('helper', 'n') ...
-#     def kernel(x, out):                  fastmath = bool b'\x80\x04\x88.'
+#     def kernel(x, out):                  fastmath = bool True
 #         out[0] = helper(n * x[0])        ...
 #                                          helper = CPUDispatcher __main__ helper     helper
-#                                          n = float b'\x80\x04\x95\n...'
+#                                          n = float 2.0
 #                                          code = 97007c0064... (of the helper)
 
 
@@ -674,7 +678,8 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     options["locals"] = sorted(getattr(function, "locals", {}).items())
     # The class as text, because numba_cuda_mlir creates a class for each dispatcher.
     options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
-    # With `cache=True`, machine code may come from a file, with other captured values.  So such kernels are different.
+    # With `cache=True`, machine code may come from a file, with other captured values.  So a kernel with `cache=True`
+    # never shares with one without.
     options["cache"] = type(getattr(function, "_cache", None)).__name__
     options["code"] = getattr(python_function, "__code__", None)
     return [*_with_parts(sorted(options.items())), *_captured_values(python_function)]
@@ -684,12 +689,15 @@ _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type
 
 
 def _exact_text(value: Any) -> str | None:
-    """Return a text that is equal in all processes and differs for different values; None if there is no such text."""
+    """Return a text that is equal in all processes and differs for different values; None if there is no such text.
+
+    The text of a tuple or list has only its length, because `_with_parts` adds a pair for each item.
+    """
     kind = type(value)
     if kind in _LITERAL_TYPES or isinstance(value, np.generic):
         return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}"  # a pickle tells -0.0, NaNs and dtypes apart
     if kind in (tuple, list):
-        return f"{kind.__name__} of {len(value)}"  # the items have lines of their own (`_with_parts`)
+        return f"{kind.__name__} of {len(value)}"
     if kind in (set, frozenset) and all(map(_is_literal, value)):  # such as fastmath={"nnan"}, or `x in {(1, 2)}`
         return f"{kind.__name__} {sorted(map(repr, value))}"
     if _is_plain_array(value) and _is_embedded_by_numba(value):
@@ -758,12 +766,13 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, where the prefix is the user's `name=`, or the names of this
 # module and of the kernel.  A registered name is permanent, and unique in the process.
 #
-#     kernel                shares its target with              the hash covers the specialization, and
-#     Numba, reusable       kernels with equal fingerprints     the text of the fingerprint
-#     Numba, not reusable   no other kernel                     the text of the fingerprint
-#     Warp                  kernels that Warp compiles only     Warp's hash of the kernel
+#     kernel                shares its target with              the hash covers
+#     Numba, reusable       kernels with equal fingerprints     the specialization, and the text of the fingerprint
+#     Numba, not reusable   no other kernel                     the specialization, and the text of the fingerprint
+#     Warp                  kernels that Warp compiles only     the specialization, including Warp's hash of the kernel
 #                           once, because its hash is equal
-#     any, with `name=`     as above                            nothing, so the name is the same after an edit
+#     any, with `name=`     as above                            only platform, signature and launch layout, so edits and
+#                                                               options do not change it
 #
 # If a name is in use already, a number follows, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  With `name=`, that is
 # an error.
@@ -775,14 +784,15 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
-#     object               lives as long as                       kept alive by
-#     wrapper              the user or JAX refers to it           the user; functions in JAX's caches
-#     kernel               its wrappers; Numba CUDA: forever      its wrappers; `_CudaBatch`, to compile it once more
+#     object               lives                                  kept alive by
+#     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
+#     kernel               as its wrappers; Numba CUDA: forever   its wrappers; `_WarpTarget`; `_CudaBatch`, which
+#                                                                 compiles it again for batch launches
 #     captured values      forever, if the kernel is reusable     the keys of `names_by_fingerprint`
-#     `_Target`            traces that bind it                    JAX's caches.  A `_WarpTarget` refers to its kernel.
+#     `_Target`            as the wrapper and its traces          JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
-#     machine code         its `_CompiledHandler`                 `_CompiledHandler.keep_alive`
-#     XLA executable       JAX caches it                          JAX's caches; it refers to handlers only by name
+#     machine code         as its `_CompiledHandler`              `_CompiledHandler.keep_alive`
+#     XLA executable       while JAX caches it                    JAX's caches; it refers to handlers only by name
 
 
 class _CompiledHandler(NamedTuple):
@@ -799,7 +809,7 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
     # XLA gets the address in the last step that can fail.  So XLA never has the address of a handler that is freed.
     jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
     handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-    jax.ffi.register_ffi_target(target_name, handler, platform.replace("cuda", "CUDA"))
+    jax.ffi.register_ffi_target(target_name, handler, "CUDA" if platform == "cuda" else platform)
     _COMPILED_HANDLERS[target_name] = compiled
 
 
@@ -828,6 +838,9 @@ class _Specialization(NamedTuple):
 
 # Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
 _HandlerCompiler = Callable[[], "_CompiledHandler | None"]
+
+
+_MANY_COMPILATIONS = 50  # of the same code: then a warning is due
 
 
 class _TargetRegistry:
@@ -878,7 +891,8 @@ class _TargetRegistry:
         key = specialization, fingerprint, _first_overloads(kernel)
         if key not in self.names_by_fingerprint:
             name = self._compile_and_register(specialization, compile_handler, fingerprint.text)
-            key = specialization, fingerprint, _first_overloads(kernel)  # by now Numba has compiled the helpers
+            # The next equal kernel will see compiled helpers, so store the name under that key.
+            key = specialization, fingerprint, _first_overloads(kernel)
             self.names_by_fingerprint[key] = name
         return self.names_by_fingerprint[key]
 
@@ -900,10 +914,11 @@ class _TargetRegistry:
         The name is reserved last.  If the compilation or the registration fails, the name stays free.
         """
         base_name = specialization.base_name(kernel_text)
-        _choose_name(base_name, specialization)  # raises before the compilation if `name=` is in use
+        _check_name_is_free(base_name, specialization)
         compiled = compile_handler()
         with _REGISTRY_LOCK:
-            target_name, number = _choose_name(base_name, specialization)  # another thread may have taken the name
+            _check_name_is_free(base_name, specialization)  # another thread may have taken it during the compilation
+            target_name, number = _choose_name(base_name)
             if compiled is not None:
                 _register_with_xla(target_name, specialization.platform, compiled)
             _USED_TARGET_NAMES.add(target_name)
@@ -914,23 +929,23 @@ class _TargetRegistry:
         return target_name
 
 
-def _choose_name(base_name: str, specialization: _Specialization) -> tuple[str, int]:
-    """Return the first of `<base name>`, `<base name>.2`, `<base name>.3`, ... that is unused, and its number.
+def _check_name_is_free(base_name: str, specialization: _Specialization) -> None:
+    """Raise a ValueError if the user requested the name, and it is in use."""
+    requested_name = specialization.requested_name
+    if requested_name and base_name in _USED_TARGET_NAMES:
+        raise ValueError(
+            f"name= must be unique in a process. name={requested_name!r} is in use for "
+            f"{specialization.signature}, by another kernel of this process, or by this one with other options or "
+            f"captured values. Choose a new name, such as name={requested_name + '_2'!r}, or restart Python if you "
+            "have edited the kernel."
+        )
 
-    Raises:
-      ValueError: if the user requested the name, and it is in use.
-    """
+
+def _choose_name(base_name: str) -> tuple[str, int]:
+    """Return the first of `<base name>`, `<base name>.2`, `<base name>.3`, ... that is unused, and its number."""
     target_name = base_name
     number = 1
-    requested_name = specialization.requested_name
     while target_name in _USED_TARGET_NAMES:
-        if requested_name:
-            raise ValueError(
-                f"name= must be unique in a process. name={requested_name!r} is in use for "
-                f"{specialization.signature}, by another kernel of this process, or by this one with other options or "
-                f"captured values. Choose a new name, such as name={requested_name + '_2'!r}, or restart Python if you "
-                "have edited the kernel."
-            )
         number += 1
         target_name = f"{base_name}.{number}"
     return target_name, number
@@ -945,7 +960,6 @@ def _warn_of_many_compilations(label: str, number: int) -> None:
     )
 
 
-_MANY_COMPILATIONS = 50
 # importlib.reload keeps the registry.  Other copies of this file have their own, because they may be other versions.
 _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
@@ -959,7 +973,8 @@ def _hash(*parts: str) -> str:
 class _Target:
     """The target of a call, and the value of its attribute `launch`.  A batch has the same target.
 
-    A target must not refer to its wrapper: JAX keeps a target as long as the wrapper lives, so neither would be freed.
+    A target must not refer to its wrapper.  JAX's caches hold targets under a weak reference to the wrapper.  A strong
+    reference back would keep both forever.
     """
 
     name: str
@@ -969,7 +984,7 @@ class _Target:
     platform: str = ""
     # Parts of error messages:
     title: str = ""  # the wrapper, such as "numba_kernel 'add'"
-    runs_on: str = ""  # the platforms, such as "runs on CPUs"
+    platform_phrase: str = ""  # such as "runs on CPUs"
     derivative_advice: str = ""  # how to get a derivative
 
     def __repr__(self) -> str:
@@ -986,12 +1001,12 @@ class _Target:
         """
         if platform != self.platform:
             raise NotImplementedError(
-                f"{self.title} {self.runs_on}. This call is compiled for the platform {platform!r}. Move its inputs to "
-                "a device that the kernel runs on: x = jax.device_put(x, device)."
+                f"{self.title} {self.platform_phrase}. This call is compiled for the platform {platform!r}. Move its "
+                "inputs to a device that the kernel runs on: x = jax.device_put(x, device)."
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
-            with _log_per_slice_fallback(self.title):
+            with _fall_back_to_per_slice(self.title):
                 compiled.batch_launch.prepare(grid=self.launch[:3], block=self.launch[3:6])
         return self
 
@@ -1001,7 +1016,7 @@ class _BatchLaunchUnsupported(Exception):
 
 
 @contextlib.contextmanager
-def _log_per_slice_fallback(title: str) -> Iterator[None]:
+def _fall_back_to_per_slice(title: str) -> Iterator[None]:
     """Catch any exception while a batch launch is prepared, and log it as the reason for one launch per slice."""
     try:
         yield
@@ -1322,10 +1337,10 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 #
 # A wrapper (5.4) finds the target of a call and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behaviour of XLA, Shardy and Numba:
-# - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_splits_a_batch)
+# - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_partitions_batch_without_communication)
 # - two incorrect passes of XLA (`_protect_results`; test_while_loop_kernel_not_hoisted)
 # - fusions in place (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
-# - Numba's pickles of functions (`_Wrapper`; test_kernels_without_a_variable_are_sent_to_other_processes_by_value)
+# - Numba's pickles of functions (`_Wrapper`; test_wrapper_without_module_variable_is_pickled_by_value)
 
 # -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
 
@@ -2105,10 +2120,8 @@ def _never_stored_error(title: str, name: str, store: str, return_fix: str = "",
 # the part of `inner_loop` that runs one slice.  `run_batch` is the batch scheduler, compiled once per process.
 #
 # Invariants:
-# - Threads.  `handler` runs on a thread of XLA without the GIL.  Inner loops run on that thread and on threads of XLA's
-#   pool.  Each slice is run once, by one thread.  If `in_order` is set, all slices run on the thread of `handler`.
-# - Order.  An output aliased to an input holds the input's values before any slice runs.  A zeroed output is set to
-#   zeros on a CPU by the thread that runs the slice, right before it runs.  On a GPU the stream gives the order.
+# - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run once, by one thread.
+# - Order.  An output aliased to an input holds the input's values before any slice runs.
 # - Lifetimes.  The frame and the buffers live until `handler` returns.  Loaded machine code lives forever (3.3).
 # - Errors.  An XLA_FFI_Error* belongs to the function that receives it, which returns it or destroys it.
 #
@@ -2117,7 +2130,8 @@ def _never_stored_error(title: str, name: str, store: str, return_fix: str = "",
 # - XLA's threads (test_vmap_slices_parallel_unless_sequential), and where XLA loses an alias
 #   (test_aliased_output_initialized_without_xla_alias)
 # - Numba's `cgutils`, and the CPU for which it compiles (`magic_tuple`): all tests of kernels
-# - glibc's default floating-point environment (`_FE_DFL_ENV`; test_the_life_of_a_process...)
+# - glibc's default floating-point environment (`_FE_DFL_ENV`):
+#   test_fork_reload_and_concurrent_batches_on_eight_devices
 
 # -- 6.1 The interface to backends: signatures and emitters --------------------------------------------
 
@@ -2133,9 +2147,10 @@ class _Signature(NamedTuple):
     zeroed: tuple[int, ...] = ()  # the outputs and scratch buffers that start from zeros
 
     def __str__(self) -> str:
-        """Return the part of the signature that exported programs rely on.  Target names contain its hash.
+        """Return the part of the signature that exported programs rely on.  Changing this text breaks them.
 
-        Without the user's `name=`, they also contain a hash of `zeroed` (`_Specialization.hashed_name`).
+        Every target name contains a hash of it.  Target names without the user's `name=` also contain a hash of
+        `zeroed` (`_Specialization.base_name`).
         """
         shown = []
         for dtype, rank in zip(self.dtypes, self.ranks, strict=True):
@@ -2177,7 +2192,7 @@ class _Emitter:
     in_order: bool = True  # whether the slices of a call run one after another, on the thread that XLA calls from
     starts_threads: bool = False  # whether the kernel starts threads, which inherit the floating-point environment
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
-    traits: int = 0  # XLA_FFI_Metadata.traits
+    traits: int = 0  # XLA_FFI_Metadata.traits: 0 or `_COMMAND_BUFFER_COMPATIBLE`
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Write the body of the C function `inner_loop(frame, buffers, count)`.
@@ -2189,8 +2204,10 @@ class _Emitter:
 
 
 # -- 6.2 An IR builder: LLVM instructions from Python's operators --------------------------------------
-# Python code in 6.2 to 6.6, 7.4, 9.3 and 10.4 runs once, when a handler is generated.  It works with `_Int64` and
-# `_StructPointer` objects, which stand for values that exist only when the machine code runs:
+# Python code in 6.2 to 6.6, 7.4, 9.3 and 10.4 runs once, when a handler is generated.  Exceptions: `_load_code` also
+# loads object code that handlers share, and `callback` and `_store_error_message` (6.6) run in each call.  Docstrings
+# describe what the generated code does.  The Python code works with `_Int64` and `_StructPointer` objects, which stand
+# for values that exist only when the machine code runs:
 #
 #     Python                                        generated C
 #     total = x + 1                                 int64_t total = x + 1;      (x is an _Int64)
@@ -2275,8 +2292,8 @@ class _Variable(ctypes.Structure):
     _fields_ = (("current", _I64),)
 
 
-# Fewer bytes are set to zeros in pieces of 1 KiB.  From 2 KiB on, glibc's memset uses `rep stosb`, which takes 40 ns to
-# start on an AMD EPYC.  For 1,000 float32, zeros cost 18% of the time of a sum x + y, instead of 30%.
+# Below this many bytes, zero in pieces of 1 KiB: from 2 KiB on, glibc's memset uses `rep stosb`, which takes 40 ns to
+# start on an AMD EPYC.  For 1,000 float32, zeros cost 18% of the time of a sum x + y with pieces, and 30% without.
 _MIN_WHOLE_MEMSET = 1 << 13
 
 
@@ -2374,14 +2391,14 @@ class _IRBuilder:
             value = self.llvm_builder.trunc(value, self.llvmlite_ir.IntType(8 * nbytes))
         self.llvm_builder.store(value, self._pointer(address, nbytes))
 
-    def copy_bytes(self, target: Any, source: Any, nbytes: Any) -> None:
-        pointers = self._pointer(target), self._pointer(source)
+    def copy_bytes(self, destination: Any, source: Any, nbytes: Any) -> None:
+        pointers = self._pointer(destination), self._pointer(source)
         self.cgutils.raw_memcpy(self.llvm_builder, *pointers, self.llvm_value(nbytes), 1)
 
-    def set_to_zeros(self, target: Any, nbytes: Any) -> None:
+    def set_to_zeros(self, destination: Any, nbytes: Any) -> None:
         piece_nbytes = self.select(nbytes < _MIN_WHOLE_MEMSET, 1024, nbytes)
         with self.loop_over_blocks(nbytes, piece_nbytes) as (start, n):
-            self.cgutils.memset(self.llvm_builder, self._pointer(target + start), self.llvm_value(n), 0)
+            self.cgutils.memset(self.llvm_builder, self._pointer(destination + start), self.llvm_value(n), 0)
 
     def alloca(self, kind: Any, count: Any = 1) -> Any:
         """Allocate `count` structs or int64s on the stack.  Return a `_StructPointer`; for int64s, an `_Int64`.
@@ -2432,7 +2449,10 @@ class _IRBuilder:
             self.llvm_builder.ret(self.llvm_value(value))
 
     def if_(self, condition: Any, likely: bool | None = None) -> Any:
-        """Return a context manager, within which instructions run only if the condition is not 0 (always if True)."""
+        """Return a context manager, within which instructions run only if the condition is not 0 (always if True).
+
+        `likely` is the expected condition.  It becomes a branch weight, by which LLVM orders the machine code.
+        """
         if condition is True:
             return contextlib.nullcontext()
         return self.llvm_builder.if_then(self._is_true(condition), likely)
@@ -2456,7 +2476,7 @@ class _IRBuilder:
 
     @contextlib.contextmanager
     def loop_over_blocks(self, count: Any, block_size: Any) -> Iterator[tuple[_Int64, _Int64]]:
-        """Generate a loop over blocks of `block_size` of `count` items, and yield the first item and their number.
+        """Generate a loop over blocks of `block_size` of `count` items, and yield each block's start and length.
 
         The last block may be smaller.
         """
@@ -2576,7 +2596,7 @@ class _BatchCall(ctypes.Structure):
         ("sizes", _PTR),  # int64[depth]: the batch dimensions, innermost first
         ("strides", _PTR),  # int64[depth][n_buffers]: bytes from one position to the next; 0 if the size 1 broadcasts
         ("count", _I64),  # number of slices: the product of `sizes`
-        ("inner_count", _I64),  # number of slices in an inner loop; each starts at a multiple of this number
+        ("inner_count", _I64),  # the most slices per inner loop; an inner loop never crosses a multiple of it
         ("nbytes_per_slice", _I64),  # the sum of `slice_nbytes` over all buffers
     )
 
@@ -2589,7 +2609,7 @@ class _SharedBatch(ctypes.Structure):
         ("next", _I64),  # atomic: the first slice that is not claimed; if `count` or more, none is left to claim
         ("count", _I64),  # number of slices
         ("chunk", _I64),  # number of slices that a thread claims at a time
-        ("remaining", _I64),  # atomic: number of slices that are not settled, that is neither finished nor cancelled
+        ("remaining", _I64),  # atomic: number of slices that are not settled
         ("refcount", _I64),  # atomic: one for each worker loop, queued or running, and one for the caller
         ("error", _PTR),  # atomic: the last XLA_FFI_Error*, or 0
         ("done_lock", _PTR),  # a PyThread_type_lock, which is locked until `remaining` is 0
@@ -2607,7 +2627,8 @@ class _BatchScheduler(_IRBuilder):
     """The machine code of the batch scheduler, compiled once per process.
 
     Each public method generates the C function of the same name.  C functions return an XLA_FFI_Error*, or 0 for
-    success, with two exceptions: `now` returns ticks, and `allocate_shared_batch` an address.
+    success, with two exceptions: `now` returns ticks, and `allocate_shared_batch` an address.  The result None of a
+    public method means that the generated code returns by `ret`.
     """
 
     def __init__(self) -> None:
@@ -2651,8 +2672,7 @@ class _BatchScheduler(_IRBuilder):
     def _add_dimension(self, batch: _StructPointer, d: _Int64) -> None:
         """Compute the size of batch dimension d, and its stride in each buffer.  Dimension 0 is the innermost.
 
-        `batch.count`, and `n_slices` of each buffer, are the products of the dimensions before d.  Multiply them by the
-        size of d.
+        On entry, `batch.count` and each `n_slices` cover dimensions 0 to d-1; on return, also d.
         """
         n_buffers = batch.handler_data.n_buffers
         size = self.variable(1)
@@ -2671,32 +2691,32 @@ class _BatchScheduler(_IRBuilder):
 
     def _choose_inner_loops(self, batch: _StructPointer) -> None:
         """Choose how many slices an inner loop has, and the step of each buffer in it."""
-        is_one_loop = self.variable(1)
+        single_inner_loop = self.variable(1)
         with self.loop(batch.handler_data.n_buffers) as k:
             buffer = batch.buffers[k]
             has_one_or_all = (buffer.n_slices == 1) | (buffer.n_slices == batch.count)
-            is_one_loop.current = is_one_loop.current & has_one_or_all
+            single_inner_loop.current = single_inner_loop.current & has_one_or_all
             batch.nbytes_per_slice = batch.nbytes_per_slice + buffer.slice_nbytes
-        batch.inner_count = self.select(is_one_loop.current, batch.count, self.load(batch.sizes))
+        batch.inner_count = self.select(single_inner_loop.current, batch.count, self.load(batch.sizes))
         with self.loop(batch.handler_data.n_buffers) as k:
             buffer = batch.buffers[k]
             step = self.select(buffer.n_slices == 1, 0, buffer.slice_nbytes)
-            buffer.step = self.select(is_one_loop.current, step, self.load(batch.strides + k * 8))
+            buffer.step = self.select(single_inner_loop.current, step, self.load(batch.strides + k * 8))
 
     # -- a range of slices on one thread --
 
     def run_range(self, batch: _StructPointer, first: _Int64, stop: _Int64) -> None:
         """Run the slices [first, stop), one inner loop after another.  If a slice fails, return its error at once."""
         buffers = self.alloca(_BatchedBuffer, batch.handler_data.n_buffers)
-        start = self.variable(first)
+        next_index = self.variable(first)
         with self.forever():
-            index = start.current
+            index = next_index.current
             self.ret(0, when=index >= stop)
             self._point_to_slice(batch, buffers, index)
             count = self.minimum(batch.inner_count - index % batch.inner_count, stop - index)
             error = self.call(batch.handler_data.inner_loop, batch.frame, buffers, count)
             self.ret(error, when=error)
-            start.current = index + count
+            next_index.current = index + count
 
     def _point_to_slice(self, batch: _StructPointer, buffers: _StructPointer, index: _Int64) -> None:
         """Copy the buffers of a batch to `buffers`, with their pointers at slice `index`.
@@ -2760,7 +2780,8 @@ class _BatchScheduler(_IRBuilder):
     # - Completion.  A slice is settled when it is finished or cancelled.  When a chunk is settled, its thread subtracts
     #   the slices from `remaining`.  The thread that reaches 0 releases `done_lock`, which wakes the caller.
     # - Results.  The caller sees the results of all threads: each thread stores them before its subtraction from
-    #   `remaining`.  These are sequentially consistent, and `done_lock` is released after the one that reaches 0.
+    #   `remaining`.  The subtractions are sequentially consistent, and `done_lock` is released after the one that
+    #   reaches 0.
     # - Cancellation.  If a slice fails, its thread cancels the rest of its chunk and all slices that are not claimed.
     #   It moves `next` beyond `count`, and subtracts these slices from `remaining`.  Chunks of other threads still run.
     #   If several slices fail, the call returns one of their errors, not necessarily the first.
@@ -2856,7 +2877,8 @@ def _scheduler_engine() -> Any:
 _HANDLER_CODE: dict[tuple, bytes] = {}  # {(signature without label, emitter.code_key): object code}
 
 # The zeroed outputs of many slices are set to zeros in blocks of about this size, so that they are still in the CPU's
-# L1 cache when the slices run.  For 64 slices of 100,000 float32, zeros cost 8 to 17% of the time of a sum x + y.
+# L1 cache when the slices run: 1,000 slices of 400 bytes in blocks of 41 slices.  A slice that
+# is larger than a block is zeroed alone.  For 64 slices of 400 KB, zeros then cost 8 to 17% of the time of a sum x + y.
 # If all slices were zeroed at once, they would cost 50 to 70%.
 _ZEROED_BLOCK_NBYTES = 1 << 14
 
@@ -2885,7 +2907,8 @@ def _compile_handler(signature: _Signature, emitter: _Emitter) -> _CompiledHandl
     data.kernel_address = emitter.kernel_address
     data.lock_address = emitter.lock_address
     data.report_address = emitter.report_address
-    return _CompiledHandler(engine.get_function_address("handler"), [engine, scheduler_engine, emitter], data)
+    keep_alive = [engine, scheduler_engine, emitter]
+    return _CompiledHandler(engine.get_function_address("handler"), keep_alive=keep_alive, data=data)
 
 
 class _HandlerBuilder(_IRBuilder):
@@ -2895,7 +2918,7 @@ class _HandlerBuilder(_IRBuilder):
         super().__init__()
         self.signature = signature
         self.emitter = emitter
-        self.data = self._global_handler_data()
+        self.handler_data = self._global_handler_data()
         parameters = XLA_FFI_CallFrame, _BatchedBuffer, _I64
         if emitter.lock_address or emitter.starts_threads:
             self.define("unguarded_inner_loop", self._inner_loop, *parameters)
@@ -2921,11 +2944,12 @@ class _HandlerBuilder(_IRBuilder):
         """Run slices while holding the emitter's lock, and in the default floating-point environment.
 
         XLA's threads flush subnormal numbers to zero, and threads that they start inherit this.  Numba's threads also
-        run parallel functions outside of JAX, whose results would depend on who started the threads.
+        run parallel functions outside of JAX, whose results would depend on who started the threads.  Only on Linux is
+        the default environment a constant (`_FE_DFL_ENV`), so elsewhere the environment is not reset.
         """
         resets_environment = self.emitter.starts_threads and sys.platform == "linux"
         if self.emitter.lock_address:
-            self.call("PyThread_acquire_lock", self.data.lock_address, 1)
+            self.call("PyThread_acquire_lock", self.handler_data.lock_address, 1)
         if resets_environment:
             environment = self.alloca(_I64, _FENV_WORDS)
             self.call("fegetenv", environment)
@@ -2934,7 +2958,7 @@ class _HandlerBuilder(_IRBuilder):
         if resets_environment:
             self.call("fesetenv", environment)
         if self.emitter.lock_address:
-            self.call("PyThread_release_lock", self.data.lock_address)
+            self.call("PyThread_release_lock", self.handler_data.lock_address)
         return error
 
     @contextlib.contextmanager
@@ -2973,18 +2997,18 @@ class _HandlerBuilder(_IRBuilder):
                 yield start + i
 
     @contextlib.contextmanager
-    def each_chunk(
+    def each_launch_block(
         self, buffers: _StructPointer, count: _Int64, max_slices: int
     ) -> Iterator[tuple[list[_SliceArray], _Int64]]:
-        """Generate a loop over chunks of at most `max_slices` of `count` slices; for GPUs.
+        """Generate a loop over blocks of at most `max_slices` of `count` slices, one for each launch on a GPU.
 
         Yields:
-          The arrays of a chunk, and its number of slices.  The first dimension of an array is that number, or 1 if all
+          The arrays of a block, and its number of slices.  The first dimension of an array is that number, or 1 if all
           slices share the array.
         """
         first_arrays = self._first_arrays(buffers)
-        with self.loop((count + (max_slices - 1)) // max_slices) as chunk:
-            start = chunk * max_slices
+        with self.loop((count + (max_slices - 1)) // max_slices) as block:
+            start = block * max_slices
             n_slices = self.minimum(count - start, max_slices)
             arrays = []
             for k, array in enumerate(first_arrays):
@@ -3018,7 +3042,7 @@ class _HandlerBuilder(_IRBuilder):
         self._prepare_outputs(frame, xla_buffers, buffers, depth)
         with self.if_(depth == 0):
             self.ret(self.call("inner_loop", frame, buffers, 1))
-        return self.call(self.data.run_batch, frame, self.data, buffers, depth)
+        return self.call(self.handler_data.run_batch, frame, self.handler_data, buffers, depth)
 
     def _describe_handler(self, frame: _StructPointer, metadata: _StructPointer) -> None:
         """Report the traits and the API version of the handler.
@@ -3044,7 +3068,7 @@ class _HandlerBuilder(_IRBuilder):
     def _batch_depth(self, xla_buffers: Sequence[_StructPointer]) -> _Int64:
         """Return the number of batch dimensions of the call, which is that of its last buffer.
 
-        Only a partitioned batch has operands without batch dimensions, and it has outputs, which come last (5.2).
+        Only inputs may lack the batch dimensions, and only in a call that has outputs, which come after them (5.2).
         """
         if not xla_buffers:
             return self.constant(0)
@@ -3082,17 +3106,17 @@ class _HandlerBuilder(_IRBuilder):
         """Prepare the outputs of all slices: huge pages on a CPU, zeros on a GPU, the values of aliased inputs."""
         signature = self.signature
         inputs_by_output = {j: i for i, j in signature.aliases}
-        for j, output in enumerate(xla_buffers[signature.n_in :]):
+        for j, buffer in enumerate(xla_buffers[signature.n_in :]):
             nbytes = self.variable(buffers[signature.n_in + j].slice_nbytes)
             with self.loop(depth) as d:
-                nbytes.current = nbytes.current * self.load(output.dims + 8 * d)
+                nbytes.current = nbytes.current * self.load(buffer.dims + 8 * d)
             if not self.emitter.libcuda:
-                self._use_huge_pages(output.data, nbytes.current)
+                self._use_huge_pages(buffer.data, nbytes.current)
             elif j in signature.zeroed:
-                self._copy_or_zero_on_gpu(frame, output.data, 0, nbytes.current)
+                self._copy_or_zero_on_gpu(frame, buffer.data, 0, nbytes.current)
             if j in inputs_by_output:
                 source = xla_buffers[inputs_by_output[j]].data
-                self._copy_aliased_input(frame, output.data, source, nbytes.current)
+                self._copy_aliased_input(frame, buffer.data, source, nbytes.current)
 
     def _use_huge_pages(self, data: _Int64, nbytes: _Int64) -> None:
         """Ask Linux for huge pages under a large output, as NumPy does for its arrays."""
@@ -3114,14 +3138,14 @@ class _HandlerBuilder(_IRBuilder):
             else:
                 self.copy_bytes(output, source, nbytes)
 
-    def _copy_or_zero_on_gpu(self, frame: _StructPointer, target: _Int64, source: Any, nbytes: _Int64) -> None:
-        """Copy `source` to `target` on the call's stream.  If `source` is 0, write zeros.
+    def _copy_or_zero_on_gpu(self, frame: _StructPointer, destination: _Int64, source: Any, nbytes: _Int64) -> None:
+        """Copy `source` to `destination` on the call's stream.  If `source` is 0, write zeros.
 
         If the driver reports an error, return it from the generated function.
         """
         assert self.emitter.libcuda is not None
         with self.if_(nbytes > 0):
-            _write_cuda_copy_or_zero(self, frame, self.emitter.libcuda, target, source, nbytes)
+            _write_cuda_copy_or_zero(self, frame, self.emitter.libcuda, destination, source, nbytes)
 
     # -- for emitters --
 
@@ -3143,7 +3167,7 @@ class _HandlerBuilder(_IRBuilder):
         return _Int64(self, self.cgutils.global_constant(self.module, "text", characters).ptrtoint(self.i64))
 
     def launch_attribute(self, frame: _StructPointer) -> _Int64:
-        """Return the address of the elements of `launch`, an int64 array.  A call has no other attribute."""
+        """Return the address of the elements of `launch`, an int64 array.  Every call has exactly this attribute."""
         return _StructPointer(self, XLA_FFI_Array, self.load(frame.attrs.attrs)).data
 
 
@@ -3187,7 +3211,7 @@ class _CallbackEmitter(_Emitter):
 
     def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         stream_and_device = _write_stream_and_device(handler, frame) if self.libcuda else (0, 0)
-        # The last word is first the address of this message.  A callback that reaches its end overwrites it, but a
+        # The error word starts as this message.  A callback that reaches its end overwrites it, but a
         # KeyboardInterrupt may end the callback before its first line.
         interrupted = handler.c_string(f"KeyboardInterrupt (raised in kernel '{handler.signature.label}')")
         with handler.each_slice(buffers, count) as arrays:
@@ -3225,7 +3249,7 @@ def _store_error_message(error: BaseException, label: str) -> int:
 #   `.blocks`, the status that `call_conv.call_function` returns;
 # - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to
 #   read-only arrays (7.3; the tests' table of mistakes), and the name of the call that starts threads in LLVM's text
-#   (`_uses_threads`; test_the_life_of_a_process...).
+#   (`_uses_threads`; test_fork_reload_and_concurrent_batches_on_eight_devices).
 
 _NUMBA_INSTALL = "pip install numba"
 # A new dtype is added in three places: to the names that a backend supports (_NUMBA_DTYPES, _CUDA_DTYPES,
@@ -3496,7 +3520,7 @@ class _NumbaKernel(_NumbaWrapper):
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
-        return _Target(name, platform="cpu", title=self.title, runs_on=runs_on)
+        return _Target(name, platform="cpu", title=self.title, platform_phrase=runs_on)
 
     def _dispatcher(self) -> Any:
         """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
@@ -4178,7 +4202,7 @@ class _NumbaEmitter(_Emitter):
         context = cpu_target.target_context
         conv = context.call_conv
         builder = handler.llvm_builder
-        address = handler.data.kernel_address
+        address = handler.handler_data.kernel_address
         with handler.each_slice(buffers, count) as arrays:
             params = [handler.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
             types_of_params = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
@@ -4194,7 +4218,7 @@ class _NumbaEmitter(_Emitter):
         gil = python.gil_ensure()
         context.call_conv.raise_error(handler.llvm_builder, python, status)
         error = handler.call("PyErr_GetRaisedException")
-        message = handler.call(handler.data.report_address, error)
+        message = handler.call(handler.handler_data.report_address, error)
         handler.call("Py_DecRef", error)
         python.gil_release(gil)
         return message
@@ -5050,7 +5074,7 @@ class _CudaWrapper(_NumbaWrapper):
         specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
         compile_for_signature = functools.partial(compile_handler, signature)
         name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
-        return _Target(name, platform=package.platform, title=self.title, runs_on=_CUDA_WHERE)
+        return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_WHERE)
 
 
 class _CudaKernel(_CudaWrapper):
@@ -5711,7 +5735,7 @@ class _CudaEmitter(_Emitter):
                 handler.ret(handler.call(self.per_slice_loop, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(handler, frame)
         if self.per_slice_loop:
-            with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+            with handler.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 write_launch(self._params(handler, arrays), z=n_slices)
         else:
             with handler.each_slice(buffers, count) as arrays:
@@ -5773,7 +5797,7 @@ class _CudaBatch:
 #     - which launches need more than one plain kernel launch (`_check_recorded_launch`)
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
 #     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
-#       test_warp_a_batch_is_one_launch counts launches.
+#       test_warp_batch_is_one_launch counts launches.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -6019,7 +6043,7 @@ class _WarpKernel(_Wrapper):
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
-            runs_on="runs on CPUs, and on NVIDIA GPUs where JAX has one",
+            platform_phrase="runs on CPUs, and on NVIDIA GPUs where JAX has one",
             derivative_advice=""
             if self.options.differentiable
             else f"Pass differentiable=True for reverse mode{condition}. ",
@@ -6497,7 +6521,7 @@ class _WarpTarget(_Target):
         if not devices:
             return super().prepare_lowering(platform)  # raises: unsupported platform
         if platform == "cuda" and has_batch:
-            with _log_per_slice_fallback(self.title):  # if a batch launch is unsupported, log the reason and go on
+            with _fall_back_to_per_slice(self.title):  # if a batch launch is unsupported, log the reason and go on
                 return self._for_batch_launch().prepare_lowering(platform)
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
@@ -6513,7 +6537,7 @@ class _WarpTarget(_Target):
                 return _compile_handler(self.signature, emitter)
 
             name = _REGISTRY.warp_target_name(specialization, compile_handler)
-        return _Target(name, emitter.launch, platform=platform, title=self.title, runs_on=self.runs_on)
+        return _Target(name, emitter.launch, platform=platform, title=self.title, platform_phrase=self.platform_phrase)
 
     def _for_batch_launch(self) -> _WarpTarget:
         """Return a target that runs a batch in one launch."""
@@ -6703,7 +6727,7 @@ class _WarpEmitter(_Emitter):
                 handler.store(value, words + 8 * position)
 
         if launch_kernel and self.is_batch_launch:
-            with handler.each_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+            with handler.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 replace_placeholders(arrays)
                 launch_kernel(params, z=n_slices)
             return
@@ -6712,7 +6736,7 @@ class _WarpEmitter(_Emitter):
             if launch_kernel:
                 launch_kernel(params)
             else:
-                handler.call(handler.data.kernel_address, *params)
+                handler.call(handler.handler_data.kernel_address, *params)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
