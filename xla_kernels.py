@@ -3790,7 +3790,9 @@ class _NumbaCompiler:
             if buffer in outputs and parameter_index in only_read:
                 name = self._parameter(parameter_index)
                 store = f"{name}[:] = ..." if self.signature.ranks[buffer] else f"{name}[()] = ..."
-                raise _never_stored_error(self.title, name, store, alternative)
+                aliased_input = {self.signature.n_in + j: i for i, j in self.signature.aliases}.get(buffer)
+                is_in_out = aliased_input is not None and aliased_input not in argument_map.args
+                raise _never_stored_error(self.title, name, store, alternative, is_in_out)
 
     def _parameter(self, parameter_index: int) -> str:
         """Return the name of a parameter."""
@@ -4760,7 +4762,7 @@ def _check_stores(
         is_result = n_in <= buffer < n_in + call.n_results
         is_checked = wrapper.options.zero_outputs is None  # the user may want zeros, or garbage
         if is_result and is_checked and buffer not in stored:
-            raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...")
+            raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
 
 
 def _written_input_error(title: str, name: str, store: _Store) -> TypeError:
