@@ -2304,7 +2304,7 @@ UNSUPPORTED_WRITES = ("np.copyto", "np.add.at", "np.place", "memoryview", "np.pu
 def test_write_to_input_raises(code):
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
     kernel = in_namespace(f"{code}\nout[:] = x")
-    text = "" if code.startswith(UNSUPPORTED_WRITES) else r"(?s)[Ii]nputs are read-only.*in_out_argnames"
+    text = None if code.startswith(UNSUPPORTED_WRITES) else r"(?s)[Ii]nputs are read-only.*in_out_argnames"
     with pytest.raises(TypeError, match=text):
         wrap(numba.njit(parallel="prange" in code)(kernel))(x)
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
@@ -5328,7 +5328,7 @@ def test_warp_tiles_error_names_enabled_cpu_blocks(monkeypatch):
     check_close(xk.warp_kernel(kernel_with_body("out[i] = x[i]"), like_first, block_dim=4)(THREE, THREE), THREE)
     tiles, x = kernel_with_body(TILES), sample(128)
     for options in {"launch_dims": 2, "tiled": True}, {"launch_dims": (2, 64)}:
-        with pytest.raises(NotImplementedError, match=r"It is more with wp\.config\.enable_cpu_blocks"):
+        with pytest.raises(NotImplementedError, match=r"more with wp\.config\.enable_cpu_blocks"):
             xk.warp_kernel(tiles, like_first, block_dim=64, **options)(x, x)
 
 
@@ -6441,7 +6441,7 @@ def test_cuda_simulator(tmp_path, record_property):
     cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
     ops, backends, transformations, dtypes = map(set, zip(*cells))
     assert (ops, backends, dtypes) == (set(OPERATIONS), set(in_language("cuda")), set(dtypes_of("cuda")))
-    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 40
+    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 32
     record_property("simulated", cells)
 
 
@@ -6486,7 +6486,7 @@ def test_copy_of_file_loads_backends_on_use_and_reports_broken_ones(tmp_path):
     program = inspect.getsource(use_copy_and_run_its_self_check) + "use_copy_and_run_its_self_check()"
     at_import, error, after_use, *self_check = run_python("-c", program, cwd=tmp_path, rc=1).splitlines()
     assert at_import == "[]"
-    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
+    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\)\. Install it: pip install numba.*", error)
     assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
     report = "\n".join(self_check)
     assert re.search(f"^numba +cpu{WORKS}", report, re.MULTILINE), report
