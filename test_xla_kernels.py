@@ -4808,8 +4808,8 @@ def test_warp_batch_fallback(warp_on_gpu, reasons, monkeypatch, reason):
     warp_on_gpu.run(op, x[0], y[0])
     monkeypatch.setattr(*change(kernel))
     warp_on_gpu.check(op, PAIRS, 3, x + factor * y)
-    (found,) = reasons()
-    assert re.match(pattern, found)
+    # Warp 1.14 reports a failed build only once, so a second lowering logs another error.
+    assert any(re.match(pattern, text) for text in reasons())
 
 
 # -- read-only inputs, outputs that start from zeros -----------------------------------------------------
