@@ -1216,7 +1216,7 @@ def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
 
 
 def _check_call_signature(
-    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = ()
+    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = (), advice: str = ""
 ) -> None:
     """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments."""
     try:
@@ -1225,7 +1225,8 @@ def _check_call_signature(
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
         fix = "" if args else ", or pass the missing ones to op(...) by name"  # no inputs: only keywords
         raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}."
+            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}. "
+            f"{advice}".rstrip()
         ) from None
 
 
@@ -7064,14 +7065,15 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 #             f(x)                         `_OpParams.trace_kernel`: traced for one slice, batched, and lowered
 #
 # Besides the parts of JAX that are listed in section 1, this section relies on these details:
-# - "Batching rule for" begins the error for a primitive that has no batching rule.
+# - The message of the error for a missing batching rule begins with "Batching rule for".
 # - Constants of a jaxpr may be tracers.  The class of an ordered effect has "Ordered" in its name.
 #
 # The public names, such as `kg`, `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library that uses this
 # class.  It is the only user of:
 # - the methods from `def_call` to `def_benchmark_data`, and `register_general_batching`
-# - calls that bind the primitive, or call its transpose rule without outs, by hand (`_OpPrimitive.make_op_params`)
-# - rules that return an undefined primal for a zero (`_check_rule_results`)
+# - calls of `op.primitive.bind(*ins, outs=..., **params)` instead of the op, and direct calls of the primitive's
+#   transpose rule, without `outs` (`_OpPrimitive.make_op_params`)
+# - rules that return an undefined primal for a zero (`_check_tangents`)
 
 # -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -7142,10 +7144,10 @@ class XLACustomKernel(_PickledByReference):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
         has_tracers = False
-        if not _INPUT_TYPES.issuperset(map(type, ins)):
+        if not _INPUT_TYPES.issuperset(map(type, ins)):  # fast path: Python scalars and arrays of exactly these types
             ins, has_tracers = _convert_inputs(ins, self.title)
         if callable(outs):
-            avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]
+            avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]  # `typeof` alone is slower
             outs = _call_with_specs(outs, self.title, "outs", avals)
         key = (_outs_key(outs), backend, _params_key(params) if params else ())
         try:
@@ -7339,11 +7341,11 @@ class XLACustomKernel(_PickledByReference):
         if kg is None:
             register = self._register_kernel
             return lambda kernel: register(backend, platforms, kernel, asdefault, options, is_shorthand)
-        kernel_kind = _decorated_backend(kg)
-        if is_shorthand and kernel_kind in _BACKENDS and kernel_kind != backend:
+        decorated_backend = _decorated_backend(kg)
+        if is_shorthand and decorated_backend not in (None, backend):
             raise TypeError(
                 f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
-                f"Register it with op.def_{kernel_kind}_kernel(kernel)."
+                f"Register it with op.def_{decorated_backend}_kernel(kernel)."
             )
         generator = _as_generator(f"the kernel of backend {backend!r} of {self.title}", kg, options)
         platform_names = list(map(self._normalize_platform, platforms))
@@ -7360,7 +7362,8 @@ class XLACustomKernel(_PickledByReference):
 
     def _normalize_platform(self, platform: str) -> str:
         """Return the name under which kernels for a platform are registered, or raise if the name is misspelt."""
-        # Only variants of JAX's names are rejected, because plugins add platforms with other names.
+        # Only variants of JAX's names are rejected, such as "CPU", "gpus", "cuda12" and "gpu:0".  Other names, such as
+        # "metal", are accepted, because plugins add platforms.
         match = re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE)
         if match and platform != match[1].lower():
             name = _platform_name(match[1].lower())
@@ -7372,7 +7375,7 @@ class XLACustomKernel(_PickledByReference):
     def _clear_caches_if_entries_changed(self) -> None:
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
         lowered = list(self._lowered.items())  # a copy, because threads may lower calls
-        if any(self._candidates(platform).get(backend) is not entry for (platform, backend), entry in lowered):
+        if any(self._entries_by_argument(platform).get(backend) is not entry for (platform, backend), entry in lowered):
             self._clear_jax_caches()
 
     def _clear_jax_caches(self) -> None:
@@ -7391,7 +7394,7 @@ class XLACustomKernel(_PickledByReference):
     @property
     def defaults(self) -> dict[str, str]:
         """A new dict with the default backend of each platform that has a kernel."""
-        return {platform: self._candidates(platform)[None].backend for platform in list(self._entries)}
+        return {platform: self._entries_by_argument(platform)[None].backend for platform in list(self._entries)}
 
     def get_default(self, platform: str) -> str | None:
         """Return the default backend of a platform (see `def_kernel`), or None if the platform has no kernel."""
@@ -7410,19 +7413,19 @@ class XLACustomKernel(_PickledByReference):
         """Return the backends that are registered for a platform (see `def_kernel`), in order of registration."""
         return list(self._entries.get(self._normalize_platform(platform), {}))
 
-    def _candidates(self, platform: str) -> dict[str | None, KernelEntry]:
+    def _entries_by_argument(self, platform: str) -> dict[str | None, KernelEntry]:
         """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
-        candidates: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy: threads may register
-        if candidates:
-            first = min(candidates.values(), key=operator.attrgetter("fallback"))  # the first that is not a fallback
-            candidates[None] = candidates.get(self._explicit_defaults.get(platform), first)
-        return candidates
+        entries: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy: threads may register
+        if entries:
+            first = min(entries.values(), key=operator.attrgetter("fallback"))  # the first that is not a fallback
+            entries[None] = entries.get(self._explicit_defaults.get(platform), first)
+        return entries
 
     def _select_entry(self, platform: str, backend: str | None) -> KernelEntry:
         """Return the kernel for a platform and the argument `backend` of a call, or raise if there is none."""
-        candidates = self._candidates(platform)
-        if backend in candidates:
-            return candidates[backend]
+        entries = self._entries_by_argument(platform)
+        if backend in entries:
+            return entries[backend]
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
             f"{self.title} has no {missing} for platform {platform!r}. Registered: {self._registered()}. Pass "
@@ -7613,7 +7616,7 @@ class XLACustomKernel(_PickledByReference):
             try:
                 first_s, median_s = _time_call(call, args)
                 leaves = jax.tree.leaves(call(*args))
-                # The complex 0j converts all dtypes to one that can be subtracted.  It also serves ops without outputs.
+                # 0j makes the array complex, because bools cannot be subtracted, and is there if an op has no outputs.
                 results = np.concatenate([np.ravel(x) for x in [*leaves, 0j]])
                 reference = results if reference is None else reference
                 rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(results, reference)))
@@ -7660,8 +7663,6 @@ class _OpBenchmark(NamedTuple):
 class KernelEntry:
     """A kernel that is registered with an `XLACustomKernel`.  `def_kernel` creates it.
 
-    Two entries are equal only if they are the same object.
-
     Attributes:
       backend: str.  The backend for which the kernel is registered.
       platform: str.  `"cpu"`, `"gpu"`, `"tpu"`, or the name of a platform of a plugin.
@@ -7702,8 +7703,10 @@ def _params_key(value: Any) -> tuple:
     cls = type(value)
     if cls is dict:  # the parameters of a call
         return tuple([(name, _params_key(x)) for name, x in sorted(value.items())])
-    if isinstance(value, (tuple, frozenset)):
+    if isinstance(value, tuple):
         return (cls, *map(_params_key, value))
+    if isinstance(value, frozenset):  # equal sets may be iterated in different orders
+        return (cls, frozenset(map(_params_key, value)))
     if cls in (float, complex) or isinstance(value, np.inexact):
         return (cls, np.asarray(value).tobytes())  # NaN is not equal to itself, but its bytes are
     return (cls, value)
@@ -7714,9 +7717,9 @@ def _params_key(value: Any) -> tuple:
 
 def _as_generator(what: str, kg: Any, options: dict) -> Callable:
     """Return a generator: the user's own, or one that returns the wrapper of a decorated kernel."""
-    kernel_kind = _decorated_backend(kg)
-    if kernel_kind in _BACKENDS:
-        wrap = _BACKENDS[kernel_kind].wrap
+    decorated_backend = _decorated_backend(kg)
+    if decorated_backend:
+        wrap = _BACKENDS[decorated_backend].wrap
         try:
             inspect.signature(wrap).bind(kg, (), **options)
         except TypeError as error:
@@ -7724,14 +7727,14 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
                 f"The options of a decorated kernel are those of {wrap.__name__}. For {what}: {error}. Remove "
                 "this option, or correct its name. Pass outs to the call: op(x, outs=...)."
             ) from None
-        return functools.partial(_generate_wrapper, kg, options)
+        return functools.partial(_kernel_generator, kg, options)
     if options:
         raise TypeError(
             f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
             "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
     if isinstance(kg, _Wrapper):
-        return functools.partial(_generate_wrapper, kg, options)
+        return functools.partial(_kernel_generator, kg, options)
     if not callable(kg):
         raise TypeError(
             f"A kernel must be decorated, a wrapper, or a generator. Got {kg!r} for {what}. Pass a function."
@@ -7739,7 +7742,7 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
     return kg
 
 
-def _generate_wrapper(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
+def _kernel_generator(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
     """Serve as the generator of a decorated kernel or a wrapper.  Such kernels take no static parameters."""
     if params:
         shown = ", ".join(params)
@@ -7752,15 +7755,15 @@ def _generate_wrapper(kernel: Any, options: dict, /, outs: tuple, **params: Any)
 
 def _wrap_if_decorated(function: Any, outs: tuple, options: dict) -> Any:
     """Return the wrapper of a decorated kernel, and anything else unchanged."""
-    kernel_kind = _decorated_backend(function)
-    return _BACKENDS[kernel_kind].wrap(function, outs, **options) if kernel_kind in _BACKENDS else function
+    decorated_backend = _decorated_backend(function)
+    return _BACKENDS[decorated_backend].wrap(function, outs, **options) if decorated_backend else function
 
 
-def _wrap_user_function(fun: Callable, what: str) -> Callable:
+def _wrap_user_function(fun: Callable, what: str, advice: str = "") -> Callable:
     """Return a function that calls a user's rule or generator.
 
     It drops the arguments `outs` and `backend` if `fun` does not accept them.  If other arguments do not fit the
-    signature, it raises an error that says so.
+    signature, it raises an error that says so and ends with `advice`.
     """
     if not callable(fun):
         raise TypeError(f"{what} must be a function. Got {fun!r}. Pass a function.")
@@ -7775,7 +7778,7 @@ def _wrap_user_function(fun: Callable, what: str) -> Callable:
         try:
             return fun(*args, **params)
         except TypeError:
-            _check_call_signature(signature, what, args, params)
+            _check_call_signature(signature, what, args, params, advice)
             raise
 
     return call
@@ -7792,7 +7795,7 @@ def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
         advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
         error.add_note(f"Raised by {what}.{advice}")
         raise
-    return _check_outputs(what, results, op_params.outs, op_params.tree)
+    return _flatten_results(what, results, op_params.outs, op_params.tree)
 
 
 def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
@@ -7803,15 +7806,16 @@ def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence)
     generated = op_params.op._generated
     if key in generated:
         return generated[key]
-    outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_params.outs])
+    varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_params.outs])
     # The function is cached, and later traces call it, too.  So arrays that the generator creates must not be tracers,
     # and must not vary over manual axes.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     what = f"{op_params.op.title}: the generator of backend {entry.backend!r}"
-    rule = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
-    generator = _wrap_user_function(entry.kernel_generator, f"{rule} {what}")
+    advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
+    generator = _wrap_user_function(entry.kernel_generator, what, advice)
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        function = _wrap_if_decorated(generator(**op_params.params, outs=outs), op_params.outs, {})
+        function = generator(**op_params.params, outs=varying_outs)
+        function = _wrap_if_decorated(function, op_params.outs, {})  # a wrapper adds the varying axes of its inputs
     _check_generated_function(function, entry)
     return generated.keep(key, function)
 
@@ -7838,7 +7842,7 @@ def _call_generated_function(what: str, function: Callable, entry: KernelEntry, 
         if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:
             # Maybe the user forgot the decorator of a kernel, which also has parameters for the outputs.
             signature = inspect.signature(function, follow_wrapped=False)
-            _check_call_signature(signature, f"{_kernel_advice(entry)} {what}", ins)
+            _check_call_signature(signature, what, ins, advice=_kernel_advice(entry))
         raise
 
 
@@ -7849,23 +7853,24 @@ def _kernel_advice(entry: KernelEntry) -> str:
     return "To register a function f of arrays, pass lambda: f."
 
 
-def _check_outputs(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
+def _flatten_results(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
     """Return the results of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
     Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
     hold the results in another order.
     """
     leaves, structure = jax.tree.flatten(returned)
-    has_unordered_dict = _contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)
-    if has_unordered_dict and structure != tree:
+    # A dict with a single leaf is accepted, because a single leaf has only one order.
+    must_match_exactly = _contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)
+    if must_match_exactly and structure != tree:
         raise ValueError(
             f"{what} returned {structure}, but outs declares {tree}. If one of them is a dict, they must be equal. "
             "Return what outs declares, or use a tuple or a NamedTuple."
         )
-    return _check_results(what, leaves, "outs declares", outs, ", or correct outs")
+    return _check_specs(what, leaves, "outs declares", outs, ", or correct outs")
 
 
-def _check_results(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
+def _check_specs(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
     None matches everything: as a result it is a zero of a rule, and as an expected spec it allows any result.  The
@@ -7873,7 +7878,7 @@ def _check_results(what: str, returned: Sequence, expected_phrase: str, expected
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
-    shown = list(map(_format_spec, arrays))
+    shown = list(map(_format_spec, arrays))  # these texts hold exactly the shape and the dtype, so they are compared
     wanted = list(map(_format_spec, expected))
     matches = [x is None or spec is None or a == b for x, spec, a, b in zip(arrays, expected, shown, wanted)]
     if len(shown) == len(wanted) and all(matches):
@@ -7979,7 +7984,7 @@ class _OpParams:
 
         The lowering, which comes later, reports the errors of other kernels.
         """
-        entry = self.op._candidates(_default_platform()).get(self.backend)
+        entry = self.op._entries_by_argument(_default_platform()).get(self.backend)
         if entry is None or jax.default_backend() != "cpu":
             return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
         key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
@@ -8049,16 +8054,16 @@ def _check_closed(title: str, closed: Any) -> None:
         if is_ordered or uses_vmap_axis:
             raise NotImplementedError(
                 f"{title}: a kernel must not have ordered effects, nor use axes of a vmap. It has {effect}. "
-                "Call the function itself instead of the op."
+                "Instead of the op, call the function that the generator returns."
             )
 
 
 def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
     """Return the abstract values of the results.  Their batch dimensions are sharded like those of the operands."""
-    # Each iterator advances by one dimension per vmap in which its operand is batched.
     remaining_specs = [iter(aval.sharding.spec) for aval in avals]
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in op_params.vmaps:
+        # `next` takes the mesh axis of this vmap's dimension.  Unbatched operands have no such dimension.
         operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
     partition = _batch_partition(operand_axes)
     return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_params.batched_outs]
@@ -8141,11 +8146,13 @@ def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
     rule = rules.get("batching")
     if rule is None or op_params.vmaps:  # the rule serves only the innermost vmap
         results = op_params.bind_batch(args, axes)
-    elif rules.get("jvp") is not None or rules.get("transpose") is not None:
-        results = dataclasses.replace(op_params, batching_rule=rule).bind_batch(args, axes)
+        return results, [0] * len(results)
+    op_params = dataclasses.replace(op_params, batching_rule=rule)
+    if rules.get("jvp") is not None or rules.get("transpose") is not None:
+        results = op_params.bind_batch(args, axes)
     else:
         in_axes, ins = _move_axes_to_front(args, axes)
-        results = _run_batching_rule(dataclasses.replace(op_params, batching_rule=rule), in_axes, *ins)
+        results = _run_batching_rule(op_params, in_axes, *ins)
     return results, [0] * len(results)
 
 
@@ -8163,7 +8170,7 @@ def _run_batching_rule(op_params: Any, in_axes: tuple, *ins: Any) -> list:
     size = ins[in_axes.index(0)].shape[0]
     in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
     expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
-    return _check_results(what, in_front, "outs declares, with the batch axis in front,", expected)
+    return _check_specs(what, in_front, "outs declares, with the batch axis in front,", expected)
 
 
 def _move_axes_to_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
@@ -8262,7 +8269,7 @@ def _add_jvp_terms(
         if rule is None or type(tangent) is ad.Zero:
             continue
         what = f"The JVP rule of {name!r} for operand {i}"
-        terms = _check_rule_results(what, rule(tangent, *primals, **params), "the outputs are", avals)
+        terms = _check_tangents(what, rule(tangent, *primals, **params), "the outputs are", avals)
         for j, term in enumerate(terms):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
@@ -8273,16 +8280,16 @@ def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tupl
     """Apply the op's JVP rule under the recorded vmaps."""
     rule = _require_rule(op_params.op, "jvp")
     what = f"The JVP rule of {op_params.op.name!r}"
-    slice_params = dataclasses.replace(op_params, vmaps=(), batch_shape=(), batching_rule=None)
+    slice_op_params = dataclasses.replace(op_params, vmaps=(), batch_shape=(), batching_rule=None)
 
     def jvp_of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # from `def_jvp_rule2`
-            outputs = slice_params.bind(*primals)
+            outputs = slice_op_params.bind(*primals)
             tangents_out = _add_jvp_terms(op_params.op.name, rule, primals, tangents, outputs, op_params.rule_params)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
-            outputs = _check_results(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
-        return outputs, _check_rule_results(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
+            outputs = _check_specs(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
+        return outputs, _check_tangents(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
     grouped_in_axes = [(in_axes, in_axes) for in_axes in op_params.vmaps]  # a tangent is batched like its primal
     outputs, tangents_out = _vmap_rule(jvp_of_slice, grouped_in_axes, primals, tangents)
@@ -8299,14 +8306,15 @@ def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
     def transpose_of_slice(cts: tuple, operands: tuple) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
         returned = rule(list(cts), *operands, **op_params.rule_params)
-        return _check_rule_results(what, returned, "the operands are", avals)
+        return _check_tangents(what, returned, "the operands are", avals)
 
     grouped_in_axes = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]  # every vmap batches each output
     cts_out = _vmap_rule(transpose_of_slice, grouped_in_axes, cts, operands)
     for i, ct in enumerate(cts_out):
         if ct is not None:
-            unbatched = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
-            cts_out[i] = jax.lax.reduce_sum(ct, unbatched)
+            # the dimensions of the vmaps in which this operand is unbatched: each slice contributes a cotangent
+            summed_dims = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
+            cts_out[i] = jax.lax.reduce_sum(ct, summed_dims)
     return cts_out
 
 
@@ -8344,16 +8352,16 @@ def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Call
                 f"{what}: fwd must return a pair. Got {returned!r:.80}. Write `return results, residuals`, with None "
                 "if bwd needs no residuals."
             )
-        return _check_outputs(what, returned[0], op_params.outs, op_params.tree), returned[1]
+        return _flatten_results(what, returned[0], op_params.outs, op_params.tree), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, op_params.tree.unflatten(cotangents), **params)
-        return tuple(_check_rule_results(what, returned, "the operands are", avals))
+        return tuple(_check_tangents(what, returned, "the operands are", avals))
 
     return _with_vjp(op_params.bind, forward, backward)(*ins)
 
 
-def _check_rule_results(what: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
+def _check_tangents(what: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
     """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
 
     A rule may return a zero as None, `ad.Zero` or an undefined primal.  A result is dropped, which leaves None, if its
@@ -8363,7 +8371,7 @@ def _check_rule_results(what: str, returned: Any, expected_phrase: str, avals: S
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _check_results(what, terms, expected_phrase, expected, ", or None for zero")
+    arrays = _check_specs(what, terms, expected_phrase, expected, ", or None for zero")
     return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
 
 
@@ -8390,7 +8398,7 @@ def _require_rule(op: XLACustomKernel, rule_kind: str) -> Any:
 class _Backend(NamedTuple):
     """A backend with kernels of its own."""
 
-    platforms: dict[str, str]  # {platform: how to install the backend for it}
+    install_hints: dict[str, str]  # {platform: how to install the backend for it}
     kernel_classes: tuple[str, ...]  # "package.Class" of decorated kernels: names, so that nothing is imported
     decorator: str  # for error messages
     wrap: Callable  # (decorated kernel, outs, **options) -> wrapper
@@ -8436,21 +8444,21 @@ def _make_warp_check() -> Callable:
 
 _BACKENDS = {
     "numba": _Backend(
-        platforms={"cpu": _NUMBA_INSTALL},
+        install_hints={"cpu": _NUMBA_INSTALL},
         kernel_classes=("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"),
         decorator="@numba.njit",
         wrap=numba_kernel,
         make_check=_make_numba_check,
     ),
     "warp": _Backend(
-        platforms={"cpu": _WARP_INSTALL, "gpu": 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang numba'},
+        install_hints={"cpu": _WARP_INSTALL, "gpu": 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang numba'},
         kernel_classes=("warp.Kernel",),
         decorator="@wp.kernel",
         wrap=warp_kernel,
         make_check=_make_warp_check,
     ),
     "numba_cuda": _Backend(
-        platforms={"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
+        install_hints={"gpu": f"an NVIDIA GPU, {_CUDA_INSTALL}"},
         kernel_classes=(
             "numba.CUDADispatcher",
             "numba.FakeCUDAKernel",
@@ -8475,17 +8483,21 @@ def _self_check() -> int:
     print(f"platform {jax.default_backend()}, {jax.device_count()} device(s)\n")
     status = 0
     for name, backend in _BACKENDS.items():
-        for platform, install in backend.platforms.items():
+        for platform, install_hint in backend.install_hints.items():
+            missing: Any = None
             try:
                 devices = _local_devices(platform)
                 if not devices:
-                    raise ImportError(f"JAX finds no {platform}")
-                result = f"works, {_check_and_time(backend.make_check(), devices[0]):.2f} µs per call under jit"
+                    missing = f"JAX finds no {platform}"
+                else:
+                    result = f"works, {_check_and_time(backend.make_check(), devices[0]):.2f} µs per call under jit"
             except ImportError as error:
-                result = f"not available: {error}\n{'':17}to get it: {install}"
+                missing = error
             except Exception as error:
                 status = 1
                 result = f"FAILED: {type(error).__name__}: {error}"
+            if missing:
+                result = f"not available: {missing}\n{'':17}to get it: {install_hint}"
             print(f"{name:11} {platform:4} {result}")
     return status
 
