@@ -4795,7 +4795,8 @@ FALLBACKS = {  # why a batch is three launches: the logged reason, and a change 
         "what it names is something else", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
     "failed build": ("(?i).*(build|compil)", lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
     "too many registers": (
-        "it does not fit then; .* at most 255 thre", lambda kernel: (xk._LibCuda, "limit", lambda *args: 255)),
+        "it does not fit then; .* at most 255 thre",
+        lambda kernel: (xk._LibCuda, "function_attribute", lambda *args: 255)),
 }  # fmt: skip
 
 
