@@ -6394,7 +6394,7 @@ def test_cuda_simulator(tmp_path, record_property):
     cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
     ops, backends, transformations, dtypes = map(set, zip(*cells))
     assert (ops, backends, dtypes) == (set(OPERATIONS), set(in_language("cuda")), set(dtypes_of("cuda")))
-    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 40
+    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 32
     record_property("simulated", cells)
 
 
@@ -6439,7 +6439,7 @@ def test_copy_of_file_loads_backends_on_use_and_reports_broken_ones(tmp_path):
     program = inspect.getsource(use_copy_and_run_its_self_check) + "use_copy_and_run_its_self_check()"
     at_import, error, after_use, *self_check = run_python("-c", program, cwd=tmp_path, rc=1).splitlines()
     assert at_import == "[]"
-    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\); install it: pip install numba.*", error)
+    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\)\. Install it: pip install numba.*", error)
     assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
     report = "\n".join(self_check)
     assert re.search(f"^numba +cpu{WORKS}", report, re.MULTILINE), report
