@@ -1376,6 +1376,7 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the results, and the effects."""
+    # An operand with size 1 is shared by all slices (`_call_batching`), so it does not decide.
     axes_per_dim = [[x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch))]
     partition = _batch_partition(axes_per_dim)
     results = call.outs[: call.n_results]
@@ -1473,7 +1474,7 @@ def _lower_custom_call(
 
 
 def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: Sequence) -> Any:
-    """Keep XLA from fusing the producer of an aliased operand (CPU).
+    """Put a barrier before aliased operands, so that XLA does not fuse their producers (CPU).
 
     In a loop over a `v` of 20 MB, `kernel(v.at[i].set(2.0), i)` would take 1,400 instead of 1 us per step (jax 0.12),
     because a fusion cannot update `v` in place, and copies it.  On GPUs the barrier has no benefit, and would add a
@@ -1487,8 +1488,8 @@ def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: S
 def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
     """Keep two incorrect passes of XLA away from the results of a custom call (jax 0.11.2 and 0.12).
 
-    - GPUs: a dynamic-slice fusion lets a custom call write directly into the array that is updated, even if the call
-      reads this array.
+    - GPUs: a dynamic-slice fusion lets a custom call write directly into the array that a dynamic-update-slice updates,
+      even if the call reads this array.
     - All platforms: loop-invariant code motion fails for a custom call whose outputs are the whole state of a
       `while_loop`.  The pass mistakes the call for a `tuple` instruction, and its operands for the tuple's elements.
     """
@@ -1615,7 +1616,7 @@ def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
     replicated if a later shared operand follows a batched one.
     """
     shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
-    first_batched = shared_mask.index(False)
+    first_batched = shared_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
     replicated_mask = list(shared_mask)
     if any(shared_mask[first_batched:]):
         replicated_mask[0] = False
@@ -2091,7 +2092,7 @@ def _never_stored_error(title: str, name: str, store: str, return_fix: str = "",
       title: the kernel, for example "numba_kernel 'f'".
       name: the parameter.
       store: a statement that stores to it, such as `out[:] = ...`.
-      return_fix: the fix if the kernel returns a value beside an `out` parameter, such as "return the value only".
+      return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "return the value only".
       is_in_out: whether the parameter is an in-out argument.
     """
     kind = "in-out argument" if is_in_out else "output"
@@ -2597,7 +2598,7 @@ class _BatchCall(ctypes.Structure):
         ("sizes", _PTR),  # int64[depth]: the batch dimensions, innermost first
         ("strides", _PTR),  # int64[depth][n_buffers]: bytes from one position to the next; 0 if the size 1 broadcasts
         ("count", _I64),  # number of slices: the product of `sizes`
-        ("inner_count", _I64),  # the most slices per inner loop; an inner loop never crosses a multiple of it
+        ("inner_count", _I64),  # maximal length of an inner loop; inner loops start anew at each multiple of it
         ("nbytes_per_slice", _I64),  # the sum of `slice_nbytes` over all buffers
     )
 
@@ -2679,7 +2680,7 @@ class _BatchScheduler(_IRBuilder):
         size = self.variable(1)
         with self.loop(n_buffers) as k:
             buffer = batch.buffers[k]
-            own_size = self.variable(1)  # remains 1 if all slices share the buffer, and batch dimensions are left out
+            own_size = self.variable(1)  # stays 1 if the buffer has no batch dimensions
             with self.if_(buffer.depth > 0):
                 own_size.current = self.load(buffer.dims - (d + 1) * 8)
             broadcasts = own_size.current == 1
@@ -3626,7 +3627,7 @@ class _NumbaCompiler:
         if _uses_object_mode(self.kernel):
             raise TypeError(
                 f"A kernel runs without Python. {self.title} uses Numba's object mode, which needs the GIL. Call "
-                "Python with jax.pure_callback, beside the kernel or instead of it."
+                "Python with jax.pure_callback, besides the kernel or instead of it."
             )
         argument_map, overload = self._first_that_compiles(argument_maps)
         signature = self.signature
@@ -4233,7 +4234,8 @@ class _NumbaEmitter(_Emitter):
 # views.  So the syntax tree of a kernel, and of the functions that it calls, is run by abstract interpretation:
 #
 # - The abstract value of a variable is the set of its possible values: functions, modules, and views of parameters.
-#   Numbers are omitted, so the empty set means "only numbers".
+#   It also holds what decides about indices (None, `...`, slices), syntax trees of nested functions, and names of
+#   library functions that are missing in the simulator.  Numbers are omitted: the empty set means "only numbers".
 # - Branches join these sets.  Loops run to a fixpoint.
 # - Both languages are small: no lists, generators, or classes with methods.  An array that is passed to anything
 #   unknown counts as "may be stored to".
@@ -4351,7 +4353,7 @@ def _unpack(values: Iterable[Any], field: Any) -> set:
 
 # -- 8.2 Library functions -----------------------------------------------------------------------------
 # A library function is recognized by identity or by its module, not by its name, because helpers may have the same
-# names.  The exception are Warp's builtins, because Warp itself resolves them by name.
+# names.  The exceptions are Warp's builtins, because Warp itself resolves them by name.
 
 # The effect of a builtin of Warp on an array argument; any other builtin may store to it.
 _WARP_EFFECTS = {
@@ -4363,7 +4365,7 @@ _WARP_EFFECTS = {
     "returns a view": "array view",
 }
 _WARP_EFFECT_OF = {name: effect for effect, names in _WARP_EFFECTS.items() for name in names.split()}
-_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # beside the functions of `cuda.atomic`
+_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # besides the functions of `cuda.atomic`
 # Names in the code of a CUDA kernel whose stores may ignore the read-only flag.
 _IGNORE_READONLY_NAMES = _CUDA_STORES | {"atomic", "flat", "view"}
 _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
@@ -4377,8 +4379,8 @@ def _effect(function: Any) -> str:
     *modules, name = _library_name(function).split(".")
     if "atomic" in modules or name in _CUDA_STORES:
         return "stores"
-    is_class = isinstance(function, type)  # such as a named tuple; numba.cuda's functions are classes, too
-    return "returns a view" if is_class else "unknown"
+    # A class, such as a named tuple, stores nothing, but its result may hold its arguments.
+    return "returns a view" if isinstance(function, type) else "unknown"
 
 
 def _is_warp_builtin(function: Any) -> bool:
@@ -4437,12 +4439,13 @@ class _StoreAnalysis(_AbstractInterpreter):
     def __init__(self, kernel: Any, arguments: Sequence[_ArrayView | None]) -> None:
         super().__init__()
         self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
-        # Parameters to which Warp's adjoint of the kernel stores again.  It repeats the loads, calls and local
-        # assignments of the kernel, but no store to an element.  Calls, and stores to components, are repeated whole.
+        # Parameters to which Warp's adjoint of the kernel stores again.  The adjoint first runs the code of the kernel
+        # again, without its own stores `x[i] = ...`.  Stores in called functions, and stores to components, such as
+        # `x[i][0] = ...`, do happen again.
         self.stored_in_replay: set[str] = set()
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` or `cuda.grid(n)` returns
         self.uses_tiles = False  # of Warp
-        self.has_opaque_code = False  # functions without source, C++ code, or adjoints of the user's
+        self.has_opaque_code = False  # functions without source, C++ code, or user-defined adjoints
         self.is_warp = hasattr(kernel, "adj")
         # (function, arguments) -> returned value, for each function that was interpreted, or is being interpreted
         self.results: dict[tuple[Any, frozenset], set] = {}
@@ -4581,8 +4584,11 @@ class _StoreAnalysis(_AbstractInterpreter):
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.assign(target, self.evaluate(value), node)
             case ast.AugAssign(target=target, value=value):
-                self.evaluate(value)
+                values = self.evaluate(value)
                 self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
+                if isinstance(target, ast.Name):  # `t += (x,)` adds the arrays of a tuple to the variable
+                    added = _unknown_views(view for view in _views(values) if view.path)
+                    self.variables[target.id] = self.variables.get(target.id, set()) | added
             case ast.FunctionDef(name=name):
                 self.variables[name] = {node}
             case ast.Return(value=ast.expr() as value):
