@@ -1146,6 +1146,11 @@ class CudaWrites:
         f = lambda i: cuda.atomic.add(x, i, out[i])
         f(0)
 
+    def in_an_extended_tuple(x, out):
+        pair = (out,)
+        pair += (x,)
+        cuda.atomic.add(pair[1], 0, 1)
+
     def in_a_sum_of_tuples(x, out):
         pair = (x,) + (out,)  # noqa: RUF005
         cuda.atomic.add(pair[0], 0, 1)
