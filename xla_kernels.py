@@ -4945,10 +4945,10 @@ def numba_cuda_callable(
 
     - Launch every kernel on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
     - Store the results to the outputs, and change no input.  Inputs are read-only device arrays, unless an output is
-      aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  This is not
-      noticed for atomics, for cache-hinted stores, or for a kernel that was compiled for writable arrays before (with
-      explicit signatures, or by numba-cuda-mlir).  If a kernel that `func` references has a helper with explicit
-      signatures for arrays, inputs are writable, because numba-cuda passes only writable arrays to such a helper.
+      aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  Three kinds of
+      stores are not noticed: atomics and cache-hinted stores; stores of a kernel that was compiled for writable arrays
+      before (with explicit signatures, or by numba-cuda-mlir); all stores, if a referenced kernel has a helper with
+      explicit signatures for arrays, because numba-cuda passes only writable arrays to such a helper.
     - Do not use the arguments after the call, and do not call JAX.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
@@ -5116,7 +5116,7 @@ class _CudaKernel(_CudaWrapper):
             handler = None
             if package.runs_here:
                 handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature)
-            # The compiler rejects assignments to elements of read-only inputs.
+            # If the inputs are compiled as read-only arrays, the compiler has rejected plain stores to them already.
             inputs_are_readonly = not _has_helper_for_writable_arrays(self.kernel)
             _check_argument_map(self, call, argument_map, inputs_are_readonly)
             return handler
@@ -5127,7 +5127,7 @@ class _CudaKernel(_CudaWrapper):
         target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
         target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
         if self.options.name and not in_order:
-            # An exported program may contain a batch, although no batch is lowered in the process that loads it.
+            # An exported program finds this target by its name, and may contain a batch that this process never lowers.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
@@ -5356,7 +5356,7 @@ class _NumbaCuda:
         try:
             yield
         finally:
-            # If JAX has freed an array of another GPU, that GPU's context is current, and Numba's assertion fails.
+            # Meanwhile, JAX may free an array of another GPU, and leave that GPU's context current.  Then Numba asserts.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
