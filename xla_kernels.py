@@ -5356,7 +5356,7 @@ class _NumbaCuda:
         try:
             yield
         finally:
-            # Meanwhile, JAX may free an array of another GPU, and leave that GPU's context current.  Then Numba asserts.
+            # JAX may have freed an array of another GPU, and left its context current.  Then Numba asserts.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
