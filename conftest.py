@@ -88,6 +88,10 @@ def runs_warp_on_cpu():
         return warp().is_cpu_available()
 
 
+def numba_version():
+    return tuple(map(int, distributions()["numba"].split(".")[:2]))
+
+
 class Condition(typing.NamedTuple):
     """A condition under which tests run.  If it is not met, they are skipped, or fail with --require."""
 
@@ -117,6 +121,9 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "cuda package": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no Numba CUDA", tested=True),
     "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
     "jax 0.11.2": Condition(jax.__version_info__ >= (0, 11, 2), "older XLA drops the barrier before it removes copies"),
+    "numba 0.64": Condition(
+        lambda: numba_version() >= (0, 64), "older Numba types the copy by np.ascontiguousarray as read-only"
+    ),
     "compiler": Condition(not SIMULATOR, "the simulator compiles nothing"),
     "fake driver": Condition(FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),
