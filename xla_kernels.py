@@ -2598,7 +2598,7 @@ class _BatchCall(ctypes.Structure):
         ("sizes", _PTR),  # int64[depth]: the batch dimensions, innermost first
         ("strides", _PTR),  # int64[depth][n_buffers]: bytes from one position to the next; 0 if the size 1 broadcasts
         ("count", _I64),  # number of slices: the product of `sizes`
-        ("inner_count", _I64),  # maximal length of an inner loop; inner loops start anew at each multiple of it
+        ("inner_count", _I64),  # maximal length of an inner loop; a new inner loop starts at each multiple of it
         ("nbytes_per_slice", _I64),  # the sum of `slice_nbytes` over all buffers
     )
 
@@ -7041,10 +7041,9 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
-    with_gradient = [
-        name for name, param in params.items() if param.ndim and jax.dtypes.issubdtype(param.dtype, np.floating)
-    ]
-    without_gradient = params.keys() - with_gradient
+    arrays = [name for name, param in params.items() if param.ndim]
+    float_indices = _float_indices([params[name] for name in arrays])
+    without_gradient = params.keys() - {arrays[i] for i in float_indices}
     stores = _warp_store_analysis(kernel).stores
     outputs = {name for name in params if stores[name]}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
