@@ -556,11 +556,18 @@ def _is_library_module(name: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _referenced_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of globals and attributes in a code object and in nested functions, each name once."""
-    names = list(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _referenced_names(constant)
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(name for each in _code_and_nested(code) for name in each.co_names))
+
+
+_EMPTY_CODE = compile("", "", "exec")
+
+
+def _code_and_nested(code: types.CodeType) -> list[types.CodeType]:
+    """Return a code object, followed by those of nested functions."""
+    codes = [code]
+    for each in codes:  # the list grows in this loop
+        codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
+    return codes
 
 
 def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
@@ -3452,7 +3459,7 @@ class _NumbaWrapper(_Wrapper):
         maps = [_ArgumentMap(n_buffers, (*input_buffers, *new_buffers), scalars)]
         has_scratch = len(call.outs) > call.n_results
         if may_return and new_buffers and not has_scratch:
-            maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, new_buffers))
+            maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, results=new_buffers))
         kernel_signature = inspect.signature(_py_func(self.kernel))
         fitting_maps = []
         for argument_map in maps:
@@ -3563,6 +3570,7 @@ class _ArgumentMap(NamedTuple):
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
     scalars: frozenset[int] = frozenset()  # the buffers in `args` whose only element is passed, as a scalar
+    copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each value that the kernel returns; empty if it writes its outputs
     # On a GPU: the rank of each buffer without the batch, which is the first dimension of every buffer.  The adapter
     # then passes slice `blockIdx.z`.  None: the buffers are those of one slice.
@@ -3574,10 +3582,16 @@ class _ArgumentMap(NamedTuple):
         takes_all = self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
         return takes_all and n_parameters == len(_parameter_names(kernel))  # not for `*args`, which can be any number
 
+    def named_args(self, parameters: Sequence[str]) -> list[tuple[str, int]]:
+        """Return the name and the buffer of each argument.  Arguments beyond these parameters belong to `*args`."""
+        others = [f"argument {i}" for i in range(len(parameters), len(self.args))]
+        return list(zip([*parameters, *others], self.args))
+
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
         if self.slice_ranks is None:
-            return f"b{buffer}[()]" if buffer in self.scalars else f"b{buffer}"
+            suffix = "[()]" if buffer in self.scalars else ".copy()" if buffer in self.copied else ""
+            return f"b{buffer}{suffix}"
         z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
         if buffer in self.scalars or self.slice_ranks[buffer]:
             return f"b{buffer}[{z}]"
@@ -3608,7 +3622,7 @@ class _NumbaCompiler:
     """The compilation of one kernel for one signature.
 
     Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because a kernel may
-    call helpers with explicit signatures, which only take writable ones.  Then `_check_inputs` requires a proof.
+    call helpers with explicit signatures, which only take writable ones.  Then inputs without a proof are copied (7.3).
     """
 
     def __init__(
@@ -3655,6 +3669,24 @@ class _NumbaCompiler:
 
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function that takes all buffers, after all checks."""
+        compiled, readonly_error = self._compile_for_buffers(argument_map)
+        self._check_outputs(argument_map)
+        if readonly_error is None and not _may_ignore_readonly(self.kernel):
+            return compiled.overload
+        unproven = _unproven_inputs(self.kernel, argument_map, self.signature)
+        unproven -= _unwritten_buffers(compiled, self.signature)
+        if not unproven:
+            return compiled.overload
+        if readonly_error:
+            self._check_readonly_error(readonly_error, argument_map, unproven)
+        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
+        return self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))[0].overload
+
+    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
+        """Compile a function of all buffers, and check what the kernel returns.
+
+        Return it, and the error for read-only inputs if it only compiles for writable ones.
+        """
         from numba import types as nbtypes
 
         readonly_error: Exception | None = None
@@ -3671,9 +3703,7 @@ class _NumbaCompiler:
         self._check_returned_types(argument_map, compiled)
         if argument_map.results:
             compiled = self._compile_storing_adapter(argument_map, compiled, buffer_types)
-        self._check_inputs(argument_map, compiled, readonly_error)
-        self._check_outputs(argument_map)
-        return compiled.overload
+        return compiled, readonly_error
 
     def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
         """Compile the kernel for buffers of these types.
@@ -3690,8 +3720,12 @@ class _NumbaCompiler:
         if is_dispatcher and argument_map.results and len(argument_map.args) == len(self.parameters):
             argument_types = []
             for buffer in argument_map.args:
-                is_scalar = buffer in argument_map.scalars
-                argument_types.append(buffer_types[buffer].dtype if is_scalar else buffer_types[buffer])
+                argument_type = buffer_types[buffer]
+                if buffer in argument_map.scalars:
+                    argument_type = argument_type.dtype
+                elif buffer in argument_map.copied:
+                    argument_type = argument_type.copy(readonly=False)
+                argument_types.append(argument_type)
             return _compile_types(self.kernel, tuple(argument_types))
         adapter = numba.njit(argument_map.adapter(self.kernel, f"return {_RETURNED}"))
         return _compile_types(adapter, buffer_types)
@@ -3751,56 +3785,26 @@ class _NumbaCompiler:
         adapter = argument_map.adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
-    def _check_inputs(
-        self, argument_map: _ArgumentMap, compiled: _CompiledFunction, readonly_error: Exception | None
-    ) -> None:
-        """Raise an error if the kernel may write to an input (see 7.3)."""
-        unwritten = _unwritten_buffers(compiled, self.signature)
-        safe = {*unwritten, *argument_map.scalars, *dict(self.signature.aliases)}
-        unproven = []  # the names of the inputs that LLVM does not prove to be unwritten
-        for parameter_index, buffer in enumerate(argument_map.args):
-            if buffer < self.signature.n_in and buffer not in safe:
-                unproven.append(self._parameter(parameter_index))
-        if not unproven:
-            return
-        shown = " or ".join(map(repr, unproven))
-        fix = (
-            f"Write to an output, or list the input in in_out_argnames=[{unproven[0]!r}]. If the kernel does not write "
-            f"to it, or only needs a copy, use {unproven[0]}.copy() there."
-        )
-        if readonly_error:
-            text = _plain_text(readonly_error)
-            verb = "writes" if _find_advice(text) == _READ_ONLY_ADVICE else "may write"
+    def _check_readonly_error(self, error: Exception, argument_map: _ArgumentMap, unproven: set[int]) -> None:
+        """Raise an error if Numba's error for read-only inputs says that the kernel stores to one of them.
+
+        Other errors come from helpers with explicit signatures, which take writable arrays only.
+        """
+        text = _plain_text(error)
+        if _find_advice(text) == _READ_ONLY_ADVICE:
+            names = [name for name, buffer in argument_map.named_args(self.parameters) if buffer in unproven]
             raise TypeError(
-                f"Inputs are read-only, because JAX may share them. {self.title} {verb} to its input {shown}: it "
-                f"compiles only for writable arrays. {fix}\nNumba's error for read-only arrays:\n{text}"
-            ) from readonly_error
-        statement = _find_bypass(compiled)
-        if statement is not None:  # None: safe, case 2 of 7.3
-            raise TypeError(
-                f"Inputs are read-only, because JAX may share them. {self.title} may write to its input {shown}: "
-                f"Numba ignores that the array is read-only in {statement}. {fix}"
-            )
+                f"Inputs are read-only, because JAX may share them. {self.title} writes to its input "
+                f"{' or '.join(map(repr, names))}. Write to an output, list the input in "
+                f"in_out_argnames=[{names[0]!r}], or write to a copy, {names[0]}.copy().\nNumba's error for read-only "
+                f"arrays:\n{text}"
+            ) from error
 
     def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
         """Raise an error if the kernel surely never stores to an output."""
-        if not self.checks_outputs:
-            return
-        only_read = _parameters_only_read(self.kernel)
-        outputs = range(self.signature.n_in, self.signature.n_in + self.n_results)
-        for parameter_index, buffer in enumerate(argument_map.args):
-            if buffer in outputs and parameter_index in only_read:
-                name = self._parameter(parameter_index)
-                store = f"{name}[:] = ..." if self.signature.ranks[buffer] else f"{name}[()] = ..."
-                aliased_input = {self.signature.n_in + j: i for i, j in self.signature.aliases}.get(buffer)
-                is_in_out = aliased_input is not None and aliased_input not in argument_map.args
-                raise _never_stored_error(self.title, name, store, alternative, is_in_out)
-
-    def _parameter(self, parameter_index: int) -> str:
-        """Return the name of a parameter."""
-        if parameter_index < len(self.parameters):
-            return self.parameters[parameter_index]
-        return f"argument {parameter_index}"  # of `*args`
+        if self.checks_outputs:
+            args = self.title, self.kernel, self.parameters, argument_map, self.signature, self.n_results
+            _check_outputs_are_stored(*args, ":", alternative)
 
 
 class _CompiledFunction(NamedTuple):
@@ -3902,17 +3906,61 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
     return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
 
 
-# -- 7.3 Reads and writes: what Numba's types and LLVM say about the buffers of a kernel ---------------
-# An input is safe in case 1 or 2, otherwise the kernel is rejected.  Scalars and aliased inputs are not checked.
-# 1. LLVM proves that the machine code does not write to it.  LLVM infers the parameter attributes `readonly` (the
-#    function does not write through this pointer, or pointers derived from it) and `readnone`.  The inputs of plain
-#    loops and array expressions usually get these attributes.  Those of kernels with tuples of arrays, BLAS,
-#    exceptions and parallel loops often do not.
-# 2. The kernel compiles for read-only arrays, and no statement bypasses them.  The types that Numba inferred show this
-#    for the kernel and its helpers, including views, tuples, aliases and closures.
+# -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
+# Inputs never change.  Each input of a kernel is safe for one of these reasons:
 #
-# An output is surely never stored to if the kernel only reads it (`_parameters_only_read`).  LLVM's attributes do not
-# show this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+# 1. The kernel compiles for read-only arrays.  Numba rejects stores to them, also through views, tuples and helpers.
+# 2. If the kernel references a function or container for which Numba ignores read-only arrays (`_may_ignore_readonly`),
+#    or if it only compiles for writable arrays, LLVM or Numba's IR proves that the kernel does not write to this input.
+#    LLVM infers the parameter attributes `readonly` (the function does not write through this pointer, or pointers
+#    derived from it) and `readnone`.  Plain loops and array expressions usually get them.  Kernels with tuples of
+#    arrays, BLAS, exceptions and parallel loops often do not.
+# 3. Without a proof, the kernel gets a copy of this input.
+#
+# An output is surely never stored to if the kernel only reads it (`_only_read`).  LLVM's attributes do not show this,
+# because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+
+
+def _unproven_inputs(kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> set[int]:
+    """Return the inputs to which a kernel may write, as far as Numba's IR shows.
+
+    Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
+    """
+    only_read = _only_read(kernel)
+    passed = {buffer for parameter, buffer in enumerate(argument_map.args) if parameter not in only_read}
+    return passed.intersection(range(signature.n_in)) - argument_map.scalars - {*dict(signature.aliases)}
+
+
+def _check_outputs_are_stored(
+    title: str,
+    kernel: Any,
+    parameters: Sequence[str],
+    argument_map: _ArgumentMap,
+    signature: _Signature,
+    n_results: int,
+    index: str,
+    alternative: str = "",
+) -> None:
+    """Raise an error if a kernel surely never stores to an output or in-out argument.
+
+    Args:
+      title: the kernel, for error messages.
+      kernel: a kernel for CPUs or CUDA.
+      parameters: the names of its parameters.
+      argument_map: the buffer of each parameter.
+      signature: the buffers.
+      n_results: the number of outputs without scratch.
+      index: an index such as ":", for the example in the message.
+      alternative: the fix if the kernel returns a value besides an `out` parameter.
+    """
+    n_in = signature.n_in
+    only_read = _only_read(kernel)
+    aliased_input = {n_in + j: i for i, j in signature.aliases}
+    for parameter, (name, buffer) in enumerate(argument_map.named_args(parameters)):
+        if parameter in only_read and n_in <= buffer < n_in + n_results:
+            store = f"{name}[{index if signature.ranks[buffer] else '()'}] = ..."
+            is_in_out = buffer in aliased_input and aliased_input[buffer] not in argument_map.args
+            raise _never_stored_error(title, name, store, alternative, is_in_out)
 
 
 _DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
@@ -3955,196 +4003,113 @@ def _llvm_attributes(overload: Any) -> list[str]:
     return [b" ".join(argument.attributes).decode() for argument in function.arguments]
 
 
-def _parameters_only_read(kernel: Any) -> set[int]:
-    """Return the indices of the parameters that a kernel only reads.
+_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
 
-    Start with all parameters.  Remove each one that a non-read use may reach, directly or through a view.  A use that
-    is not known to be a read counts as a store.  For a kernel that always raises, return no indices.
+
+def _numba_ir(kernel: Any) -> Any:
+    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.
+
+    In the simulator, and in object mode, kernels may use all of Python.
     """
-    from numba.core import compiler, ir, ssa
+    from numba.core import compiler
 
-    blocks = ssa.reconstruct_ssa(compiler.run_frontend(_py_func(kernel))).blocks.values()
-    if not any(isinstance(block.terminator, ir.Return) for block in blocks):
-        return set()
-    parameters = {}  # {variable: index of the parameter}
-    viewed: dict[str, list[str]] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
-    stored: list[Any] = []  # the variables that may be stored to
-    for statement in (statement for block in blocks for statement in block.body):
-        value = statement.value if isinstance(statement, ir.Assign) else statement
-        operation = value.op if isinstance(value, ir.Expr) else type(value).__name__
-        is_metadata = operation == "getattr" and value.attr in ("shape", "size", "ndim", "dtype")
-        if operation == "Arg":
-            parameters[statement.target.name] = value.index
-        elif operation in ("Var", "getattr", "getitem", "static_getitem", "phi") and not is_metadata:
-            viewed[statement.target.name] += statement.list_vars()
-        elif operation not in ("binop", "unary", "cast", "Return") and not is_metadata:
-            stored += statement.list_vars()
-    for variable in stored:  # the list grows in this loop
-        stored += viewed.pop(variable.name, [])
-        parameters.pop(variable.name, None)
-    return set(parameters.values())
-
-
-def _arrays_in(numba_type: Any) -> Iterator[Any]:
-    """Yield the array types in a Numba type, such as a tuple, a list, a dict or an iterator of arrays."""
-    from numba import types as nbtypes
-
-    if isinstance(numba_type, nbtypes.Buffer):
-        yield numba_type
-    elif isinstance(numba_type, nbtypes.BaseTuple):
-        for item in numba_type:
-            yield from _arrays_in(item)
-    else:
-        for attribute in ("array_type", "dtype", "item_type", "value_type"):
-            inner = getattr(numba_type, attribute, None)
-            if isinstance(inner, nbtypes.Type):
-                yield from _arrays_in(inner)
-
-
-def _has_readonly(*numba_types: Any) -> bool:
-    """Return whether one of these Numba types is a read-only array, or contains one."""
-    return any(not array.mutable for numba_type in numba_types for array in _arrays_in(numba_type))
-
-
-# {function for which Numba ignores read-only arrays: (position of the argument, condition on the types of the returned
-# value and of the arguments)}.  The function writes to this argument, or returns a writable array in its memory.  No
-# others are known in Numba 0.63 to 0.68.
-_READONLY_BYPASSES: dict[Any, tuple[int, Callable[..., bool]]] = {
-    # They return the array itself, as writable (Numba >= 0.64), unless the layout differs.  Then they copy.
-    np.ascontiguousarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "C")),
-    np.asfortranarray: (0, lambda returned, a: returned.mutable and (a.ndim < 2 or a.layout == "F")),
-    np.dot: (2, lambda *_: True),  # writes to `out=`
-    np.fill_diagonal: (0, lambda *_: True),  # writes to its argument
-    # For integers it returns the array itself.  The options may contain copy=False, which writes to the array.
-    np.nan_to_num: (0, lambda _, a, *options: bool(options) or a.dtype.name.startswith(("int", "uint", "bool"))),
-    np.nditer: (0, lambda *_: True),  # yields writable views
-}
-
-
-def _find_bypass(compiled: _CompiledFunction) -> str | None:
-    """Return a statement, in a function or its helpers, that bypasses read-only arrays; None if there is none."""
-    functions = [compiled]
-    for function in functions:  # the list grows in this loop
-        annotation = function.overload.type_annotation
-        if not hasattr(annotation, "calltypes"):  # from Numba's cache, which keeps the types as a text only
-            if not _references_bypass(function.dispatcher):
-                continue
-            recreated = _recreate_dispatcher(function.dispatcher)
-            annotation = _compile_types(recreated, function.overload.signature.args).overload.type_annotation
-        for statement, target_type, argument_types, returned in _typed_statements(annotation):
-            if not _has_readonly(target_type, *argument_types):
-                continue
-            helpers = _called_helpers(target_type, argument_types)
-            if helpers is None or _is_bypass(target_type, argument_types, returned):
-                return _show_statement(statement)
-            functions += [helper for helper in helpers if helper not in functions]
+    with contextlib.suppress(Exception):
+        return compiler.run_frontend(_py_func(kernel))
     return None
 
 
-def _typed_statements(annotation: Any) -> Iterator[tuple[Any, Any, list, Any]]:
-    """Yield (statement, type of its target, types of its arguments, returned type) for calls and stores to items.
+def _only_read(kernel: Any, callers: tuple = ()) -> set:
+    """Return the parameters (by index) and the globals (by name) that a kernel or helper only reads.
 
-    The target of a call is the function, and the target of a store is the container.
+    Start with all of them.  Remove each one that a non-read use may reach, directly, through a view or in a helper.  A
+    use that is not known to be a read counts as a store.  If the function always raises, return an empty set.
     """
+    from numba.core import ir, ssa
+
+    numba_ir = _numba_ir(kernel)
+    blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
+    if not any(isinstance(block.terminator, ir.Return) for block in blocks):
+        return set()
+    definitions: dict[str, Any] = {}  # {variable: the right-hand side of its only assignment}
+    sources: dict[str, Any] = {}  # {variable: the parameter or global}
+    viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
+    stored: list = []  # the variables that may be stored to
+    for statement in (statement for block in blocks for statement in block.body):
+        value = statement.value if isinstance(statement, ir.Assign) else statement
+        operation = value.op if isinstance(value, ir.Expr) else type(value).__name__
+        if isinstance(statement, ir.Assign):
+            definitions[statement.target.name] = value
+        if operation == "getattr" and value.attr in _ARRAY_METADATA:
+            continue
+        if operation in ("Arg", "Global", "FreeVar"):
+            sources[statement.target.name] = value.index if operation == "Arg" else value.name
+        elif operation in ("Var", "getattr", "getitem", "static_getitem", "phi"):
+            viewed[statement.target.name] += statement.list_vars()
+        elif operation == "call":
+            callee = definitions[value.func.name]
+            read_arguments = _arguments_only_read(callee, (*callers, kernel))
+            viewed[statement.target.name] += [x for i, x in enumerate(value.args) if i in read_arguments]
+            stored += [x for i, x in enumerate(value.args) if i not in read_arguments]
+            stored += [x for _, x in value.kws] + ([value.vararg] if value.vararg else [])
+            is_view = isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view"
+            (viewed[statement.target.name] if is_view else stored).append(value.func)  # `x.view` or `x.sort`
+        elif operation not in ("binop", "unary", "cast", "Return"):
+            stored += statement.list_vars()
+    for variable in stored:  # the list grows in this loop
+        stored += viewed.pop(variable.name, [])
+    return set(sources.values()) - {sources.get(variable.name) for variable in stored}
+
+
+def _arguments_only_read(callee: Any, callers: tuple) -> set:
+    """Return the positions of the arguments that a called helper only reads; an empty set for other functions."""
     from numba.core import ir
 
-    for statement, signature in annotation.calltypes.items():
-        if isinstance(statement, (ir.SetItem, ir.StaticSetItem)):
-            yield statement, signature.args[0], [*signature.args[1:]], None
-        elif signature is not None and isinstance(statement, ir.Expr) and statement.op == "call":
-            callee_type = annotation.typemap.get(statement.func.name)  # None: a function of Numba's parallel loops
-            yield statement, callee_type, [*signature.args], signature.return_type
-    for statement in _statements(annotation.blocks):
-        value = statement.value if isinstance(statement, ir.Assign) else None
-        if isinstance(value, ir.Expr) and value.op == "build_map":  # stores to a typed dict
-            items = [annotation.typemap[item.name] for pair in value.items for item in pair]
-            yield statement, annotation.typemap[statement.target.name], items, None
+    helper = callee.value if isinstance(callee, (ir.Global, ir.FreeVar)) else None
+    is_helper = _decorated_backend(helper) is not None and helper not in callers
+    return _only_read(helper, callers) if is_helper else set()
 
 
-def _statements(blocks: Mapping[int, Any]) -> Iterator[Any]:
-    """Yield the statements of a function in Numba's IR, including those of parallel loops."""
-    for block in blocks.values():
-        for statement in block.body:
-            yield statement
-            if hasattr(statement, "loop_body"):  # a Parfor
-                yield from _statements({-1: statement.init_block, **statement.loop_body})
+# Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
+# writable views of it: `x.flat[0] = 1`, `np.nditer`, typed lists and dicts of arrays, `np.nan_to_num(x, copy=False)`.
+# For `np.dot` this is only its argument `out`.
+_IGNORE_READONLY = frozenset(
+    "Dict List ascontiguousarray asfortranarray dict fill_diagonal flat nan_to_num nditer typed".split()
+)
 
 
-def _is_bypass(target_type: Any, argument_types: list, returned: Any) -> bool:
-    """Return whether a call, or a store to an item, may make a read-only array writable."""
-    from numba import types as nbtypes
+def _may_ignore_readonly(kernel: Any) -> bool:
+    """Return whether a kernel or a helper references a function or container that may write to a read-only array.
 
-    if isinstance(target_type, nbtypes.NumpyFlatType):  # `x.flat[0] = 1`
-        return _has_readonly(target_type)
-    container = getattr(target_type, "this", target_type)  # of a bound method
-    if isinstance(container, (nbtypes.ListType, nbtypes.DictType)):  # typed containers take any array as writable
-        return any(array.mutable for array in _arrays_in(container)) and _has_readonly(*argument_types)
-    for function, (position, condition) in _READONLY_BYPASSES.items():
-        if getattr(target_type, "typing_key", None) is function and _has_readonly(*argument_types[position:][:1]):
-            given = [argument for argument in argument_types if not isinstance(argument, nbtypes.Omitted)]
-            return condition(returned, *given)
-    return False
-
-
-def _called_helpers(callee_type: Any, argument_types: list) -> list[_CompiledFunction] | None:
-    """Return the helpers that a call runs, as Numba compiled them for these types.
-
-    The helper is the callee, or the argument of a library function such as functools.reduce.  Numba compiles gufuncs
-    for writable arrays, so this compiles the gufunc's function again, with read-only inputs.  Return None if it cannot.
+    The answer only depends on the code, not on types, so it is the same for kernels from Numba's cache.
     """
-    import numba
-
-    helpers = []
-    for dispatcher in [getattr(each, "dispatcher", None) for each in (callee_type, *argument_types)]:
-        if dispatcher is not None:
-            # A library function calls its argument with unknown types.  Then check all specializations of the helper.
-            exact = dispatcher.overloads.get(tuple(argument_types))
-            overloads = [exact] if exact else dispatcher.overloads.values()
-            helpers += [_CompiledFunction(dispatcher, overload) for overload in overloads]
-    builder: Any = getattr(getattr(callee_type, "typing_key", None), "gufunc_builder", None)
-    for signature in builder._cres if builder else ():
-        array_types = list(signature.args)
-        for i in range(len(builder.sin)):
-            if hasattr(array_types[i], "mutable"):  # an array
-                array_types[i] = array_types[i].copy(readonly=True)
-        try:
-            helpers.append(_compile_types(numba.njit(builder.py_func), tuple(array_types)))
-        except Exception:
-            return None
-    return helpers
-
-
-def _references_bypass(kernel: Any) -> bool:
-    """Return whether a kernel or a helper references a function or a container for which `_is_bypass` may be true.
-
-    This only needs the code.  It spares most kernels from Numba's cache a second compilation, except those that use
-    `np.dot`, whose code does not show whether it has an argument `out`.
-    """
-    names = {"flat", "typed", "Dict", "List", "dict", *(function.__name__ for function in _READONLY_BYPASSES)}
     for helper in _kernel_and_helpers(kernel):
         function = _py_func(helper)
-        code = getattr(function, "__code__", _EMPTY_CODE)
-        values = [value for _, value in _captured_values(function)]
-        referenced = [*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)]
-        if names.intersection(referenced) or _builds_dict(code):
+        code, *nested_codes = _code_and_nested(getattr(function, "__code__", _EMPTY_CODE))
+        values = [helper, *(value for _, value in _captured_values(function))]
+        names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
+        if not _IGNORE_READONLY.isdisjoint(names) or any(hasattr(value, "gufunc_builder") for value in values):
             return True
-        if any(hasattr(value, "gufunc_builder") for value in values):
+        if any(_builds_dict(each) or "dot" in each.co_names for each in nested_codes) or _builds_dict(code):
             return True
+        for name, _, call in _named_calls(_numba_ir(helper)):
+            if name == "dot" and (len(call.args) > 2 or call.kws or call.vararg):
+                return True
     return False
 
 
 def _builds_dict(code: types.CodeType) -> bool:
-    """Return whether a code object, or a nested one, has a dict display, which is a typed dict in Numba."""
-    if any(instruction.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for instruction in dis.get_instructions(code)):
-        return True
-    return any(_builds_dict(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    """Return whether a code object has a dict display, which is a typed dict in Numba."""
+    return any(x.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for x in dis.get_instructions(code))
 
 
-def _show_statement(statement: Any) -> str:
-    """Return the source line of a statement, or its place if there is no source."""
-    location = statement.loc
-    line = linecache.getline(location.filename, location.line).strip()
-    return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
+def _named_calls(numba_ir: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield (name of the function, its module, call) for the calls in Numba's IR.  Unknown names are empty."""
+    from numba.core import ir_utils
+
+    for block in numba_ir.blocks.values() if numba_ir else ():
+        for call in block.find_exprs("call"):
+            name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
+            yield name, str(module), call
 
 
 # -- 7.4 What the code of a kernel uses ----------------------------------------------------------------
@@ -4229,20 +4194,19 @@ class _NumbaEmitter(_Emitter):
 
 
 # ======================================================================================================
-# 8. Source analysis: the arrays to which the source of a Warp or Numba CUDA kernel stores.
-# Warp has no read-only arrays.  Numba CUDA does not enforce the read-only flag in atomics, cache-hinted stores and some
-# views.  So the syntax tree of a kernel, and of the functions that it calls, is run by abstract interpretation:
+# 8. Source analysis: the arrays to which the source of a Warp kernel stores.
+# Warp has no read-only arrays.  So the syntax tree of a kernel, and of the functions that it calls, is run by abstract
+# interpretation:
 #
 # - The abstract value of a variable is the set of its possible values: functions, modules, and views of parameters.
-#   It also holds what decides about indices (None, `...`, slices), syntax trees of nested functions, and names of
-#   library functions that are missing in the simulator.  Numbers are omitted: the empty set means "only numbers".
+#   It also holds what decides about indices (None, `...`, slices).  Numbers are omitted: the empty set means "only
+#   numbers".
 # - Branches join these sets.  Loops run to a fixpoint.
-# - Both languages are small: no lists, generators, or classes with methods.  An array that is passed to anything
-#   unknown counts as "may be stored to".
-# - A file may change after Python has read it.  Source counts only if it compiles to the function's own code.
+# - Warp's language is small: no lists, lambdas, generators, or classes with methods.  An array that is passed to
+#   anything unknown counts as "may be stored to".
 #
-# Numba CUDA's inferred types could show stores to inputs, but not which outputs are stored to, and the simulator has no
-# types.  Intrinsics, addresses and C++ code of the user are the user's responsibility.
+# Warp's own marks (`verify_autograd_array_access`) miss stores through structs and tiles.  Addresses and C++ code of
+# the user are the user's responsibility.
 
 # -- 8.1 Abstract interpretation -----------------------------------------------------------------------
 
@@ -4307,6 +4271,8 @@ def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
+# -- 8.2 Arrays in tuples and structs ------------------------------------------------------------------
+
 _UNKNOWN_NDIM = math.inf
 _MAX_PATH = 8  # bounds the abstract values of `t = (t, x)` in a loop
 
@@ -4321,7 +4287,6 @@ class _ArrayView(NamedTuple):
     parameter: str
     ndim: float = _UNKNOWN_NDIM  # a view of unknown ndim may also be a tuple or struct
     path: tuple[Any, ...] = ()  # indices of tuples and names of fields, the outermost first
-    ignores_readonly: bool = False  # Numba CUDA takes this view for writable, even if the parameter is read-only
 
 
 def _views(values: Iterable[Any]) -> list[_ArrayView]:
@@ -4330,7 +4295,7 @@ def _views(values: Iterable[Any]) -> list[_ArrayView]:
 
 def _unknown_views(values: Iterable[Any]) -> set:
     """Return views of these arrays with unknown dimensions."""
-    return {view._replace(ndim=_UNKNOWN_NDIM, path=()) for view in _views(values)}
+    return {_ArrayView(view.parameter) for view in _views(values)}
 
 
 def _pack(values: Iterable[Any], field: Any) -> set:
@@ -4351,9 +4316,29 @@ def _unpack(values: Iterable[Any], field: Any) -> set:
     return result
 
 
-# -- 8.2 Library functions -----------------------------------------------------------------------------
-# A library function is recognized by identity or by its module, not by its name, because helpers may have the same
-# names.  The exceptions are Warp's builtins, because Warp itself resolves them by name.
+def _indexed(values: Iterable[Any], indices: Sequence[Any]) -> set:
+    """Return the abstract value of an array or tuple with the indices that each remove a dimension."""
+    result = set()
+    for view in _views(values):
+        if view.path:
+            index = getattr(indices[0], "value", None) if indices else None
+            result |= _unpack({view}, index) if isinstance(index, int) else _unknown_views({view})
+        elif view.ndim > len(indices):
+            result.add(view._replace(ndim=view.ndim - len(indices)))
+    return result
+
+
+def _attribute(owner: Any, name: str) -> set:
+    """Return the abstract value of an attribute."""
+    if not isinstance(owner, _ArrayView):
+        return {getattr(owner, name, None)}
+    if owner.path:
+        return _unpack({owner}, name)
+    return set() if name in _ARRAY_METADATA else _unknown_views({owner})
+
+
+# -- 8.3 Stores to arrays ------------------------------------------------------------------------------
+# Warp itself finds its builtins by their names.  All other functions are recognized as objects.
 
 # The effect of a builtin of Warp on an array argument; any other builtin may store to it.
 _WARP_EFFECTS = {
@@ -4365,21 +4350,12 @@ _WARP_EFFECTS = {
     "returns a view": "array view",
 }
 _WARP_EFFECT_OF = {name: effect for effect, names in _WARP_EFFECTS.items() for name in names.split()}
-_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())  # besides the functions of `cuda.atomic`
-# Names in the code of a CUDA kernel whose stores may ignore the read-only flag.
-_IGNORE_READONLY_NAMES = _CUDA_STORES | {"atomic", "flat", "view"}
-_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
-_GLOBAL_PREFIX = "global "  # of the name of a global device array, which is treated like a parameter
 
 
 def _effect(function: Any) -> str:
-    """Return what a library function does to an array argument: a key of `_WARP_EFFECTS`, or "unknown"."""
+    """Return what a function of a library does to an array argument: a key of `_WARP_EFFECTS`, or "unknown"."""
     if _is_warp_builtin(function):
         return _WARP_EFFECT_OF.get(function.key, "unknown")
-    *modules, name = _library_name(function).split(".")
-    if "atomic" in modules or name in _CUDA_STORES:
-        return "stores"
-    # A class, such as a named tuple, stores nothing, but its result may hold its arguments.
     return "returns a view" if isinstance(function, type) else "unknown"
 
 
@@ -4395,84 +4371,49 @@ def _warp_function(value: Any, node: Any) -> Any:
     return sys.modules["warp._src.context"].builtin_functions.get(name, value)
 
 
-def _library_name(function: Any) -> str:
-    """Return the name of a library function with its module, otherwise an empty string.
-
-    The simulator has functions such as `cuda.grid` only while a kernel runs.  Otherwise the attribute is missing, and
-    `_attribute` returns its dotted name instead.
-    """
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    name = function if isinstance(function, str) else name
-    return name if _is_library_module(name) else ""
-
-
-def _attribute(owner: Any, name: str) -> set:
-    """Return the abstract value of an attribute."""
-    if isinstance(owner, _ArrayView):
-        if owner.path:
-            return _unpack({owner}, name)
-        view = owner._replace(ndim=_UNKNOWN_NDIM, ignores_readonly=owner.ignores_readonly or name in ("flat", "view"))
-        return set() if name in _ARRAY_METADATA else {view}
-    try:
-        return {getattr(owner, name)}
-    except Exception:  # the attribute is missing, or has no hash
-        return {f"{getattr(owner, '__name__', owner)}.{name}"}
-
-
-# -- 8.3 Stores to arrays ------------------------------------------------------------------------------
-
-
 class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
     text: str  # the source in backticks, or a reason
     is_certain: bool
-    numba_rejects: bool  # Numba CUDA raises an error if the array is read-only
 
 
 class _StoreAnalysis(_AbstractInterpreter):
-    """The stores of a kernel, and of the functions that it calls, to the arrays of its parameters.
+    """The stores of a Warp kernel, and of the functions that it calls, to the arrays of its parameters."""
 
-    `arguments` has the abstract argument of each parameter of the kernel: a view, or None if it is not an array.
-    """
-
-    def __init__(self, kernel: Any, arguments: Sequence[_ArrayView | None]) -> None:
+    def __init__(self, kernel: Any) -> None:
         super().__init__()
         self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
         # Parameters to which Warp's adjoint of the kernel stores again.  The adjoint first runs the code of the kernel
         # again, without its own stores `x[i] = ...`.  Stores in called functions, and stores to components, such as
         # `x[i][0] = ...`, do happen again.
         self.stored_in_replay: set[str] = set()
-        self.n_indices = 0  # the largest number of indices that one `wp.tid()` or `cuda.grid(n)` returns
-        self.uses_tiles = False  # of Warp
-        self.has_opaque_code = False  # functions without source, C++ code, or user-defined adjoints
-        self.is_warp = hasattr(kernel, "adj")
+        self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
+        self.uses_tiles = False
+        self.has_opaque_code = False  # C++ code or user-defined adjoints
         # (function, arguments) -> returned value, for each function that was interpreted, or is being interpreted
         self.results: dict[tuple[Any, frozenset], set] = {}
         self.n_assigned: dict[ast.expr, int] = {}  # expression -> how many variables it is assigned to
         self.depth = 0  # of calls
-        positional = [{view} - {None} for view in arguments]
+        arguments = []
+        for arg in kernel.adj.args:
+            arguments.append({_ArrayView(arg.label, arg.type.ndim)} if hasattr(arg.type, "ndim") else set())
         try:
-            self.call_user_function(kernel, positional, {}, "its source is not available")
+            self.call_user_function(kernel, arguments, {}, "it is passed to unknown code")
         except RecursionError:  # in sums of hundreds of terms
-            self.add_possible_store(_union(positional), "an expression of it is nested too deeply", numba_rejects=False)
+            self.add_possible_store(_union(arguments), "an expression of it is nested too deeply")
 
-    def add_store(self, values: Iterable[Any], node: Any, *, is_certain: bool, numba_rejects: bool) -> None:
-        """Add a store to arrays.  `node` is the syntax tree of the store, or a reason to expect one.
-
-        A view that ignores the flag still counts as rejected if the store is only possible.  Otherwise `x.view(...)`,
-        which is the call of an unknown method of such a view, would be an error.
-        """
+    def add_store(self, values: Iterable[Any], node: Any, *, is_certain: bool = True) -> None:
+        """Add a store to arrays.  `node` is the syntax tree of the store, or a reason to expect one."""
         for view in _views(values):
             text = node if isinstance(node, str) else f"`{ast.unparse(node):.80}`"
-            is_rejected = numba_rejects and not (is_certain and view.ignores_readonly)
-            self.stores[view.parameter].append(_Store(text, is_certain, is_rejected))
+            self.stores[view.parameter].append(_Store(text, is_certain))
             if self.depth > 1 or not is_certain:
                 self.stored_in_replay.add(view.parameter)
 
-    def add_possible_store(self, values: Iterable[Any], node: Any, *, numba_rejects: bool) -> set:
+    def add_possible_store(self, values: Iterable[Any], node: Any) -> set:
         """Add possible stores to arrays, and return the views that an unknown expression of them may result in."""
-        self.add_store(values, node, is_certain=False, numba_rejects=numba_rejects)
+        self.add_store(values, node, is_certain=False)
         return _unknown_views(values)
 
     # -- functions --
@@ -4481,50 +4422,36 @@ class _StoreAnalysis(_AbstractInterpreter):
         positional = [self.evaluate(x) for x in node.args]
         keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
         functions = self.evaluate(node.func) or {None}  # None: an unknown function
-        methods = _views(functions)  # an attribute of an array that is called is a method
-        if methods:
-            return self.add_possible_store(methods, node, numba_rejects=True)
-        if any(isinstance(x, ast.Starred) for x in node.args):
-            functions, positional = {None}, [_union(positional)]
         return _union(self.call(function, positional, keywords, node) for function in functions)
 
     def call(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
         """Interpret a call and return its abstract value."""
-        if self.is_warp:
-            function = _warp_function(function, node.func)
+        function = _warp_function(function, node.func)
         arguments = _union([*positional, *keywords.values()])
         if overloads := _user_functions(function):
             self.add_stores_by_reference(function, node)
             return _union(self.call_user_function(x, positional, keywords, node) for x in overloads)
-        self.note_indices_and_tiles(function, node)
-        if function is slice:
-            return {slice(None)}
-        if hasattr(function, "vars"):  # a struct of Warp
+        if hasattr(function, "vars"):  # a struct
             fields = {**dict(zip(function.vars, positional)), **keywords}
             return _union(_pack(values, field) for field, values in fields.items())
+        builtin = function.key if _is_warp_builtin(function) else ""
+        self.uses_tiles |= builtin.startswith(("tile", "untile"))
+        if builtin == "tid":
+            self.n_indices = max(self.n_indices, self.n_assigned.get(node, 1))
+        if builtin == "slice":
+            return {slice(None)}
         match _effect(function):
             case "stores":
-                self.add_store(positional[0] if positional else arguments, node, is_certain=True, numba_rejects=False)
+                self.add_store(positional[0] if positional else arguments, node)
             case "reads":
                 pass
             case "returns argument":
                 return arguments
             case "returns a view":
                 return _unknown_views(arguments)
-            case _:  # Numba rejects stores of its own functions, but an unknown function may use atomics
-                return self.add_possible_store(arguments, node, numba_rejects=function is not None)
+            case _:
+                return self.add_possible_store(arguments, node)
         return set()
-
-    def note_indices_and_tiles(self, function: Any, node: ast.Call) -> None:
-        """Note how many indices a thread gets, and whether Warp's tiles are used."""
-        counts: list[Any] = [self.n_indices]
-        if _is_warp_builtin(function):
-            self.uses_tiles |= function.key.startswith(("tile", "untile"))
-            if function.key == "tid":
-                counts.append(self.n_assigned.get(node, 1))
-        elif _library_name(function).endswith(".grid"):
-            counts += [x.value for x in node.args if isinstance(x, ast.Constant)]
-        self.n_indices = max(counts)
 
     def add_stores_by_reference(self, function: Any, node: ast.Call) -> None:
         """Add possible stores to the elements that a Warp function gets by reference (Warp >= 1.19)."""
@@ -4532,32 +4459,26 @@ class _StoreAnalysis(_AbstractInterpreter):
         passed = {**dict(zip(kinds, node.args)), **{str(x.arg): x.value for x in node.keywords}}
         for name, argument in passed.items():
             if type(kinds.get(name)).__name__ == "Reference":
-                self.add_possible_store(self.stored_arrays(argument), node, numba_rejects=False)
+                self.add_possible_store(self.stored_arrays(argument), node)
 
     def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: Any) -> set:
         """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
         arguments = _union([*positional, *keywords.values()])
-        tree = _syntax_tree(function)
+        tree = function.adj.tree.body[0]
         is_native = getattr(function, "native_snippet", None)
         custom_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        if tree is None or is_native or custom_adjoint:
+        if is_native or custom_adjoint:
             self.has_opaque_code = True
             self.stored_in_replay |= {view.parameter for view in _views(arguments)}
-        if tree is None or is_native or tree.args.vararg:
-            names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-            numba_rejects = _IGNORE_READONLY_NAMES.isdisjoint(names)
-            return self.add_possible_store(arguments, node, numba_rejects=numba_rejects)
-        parameters = [x.arg for x in tree.args.posonlyargs + tree.args.args]
-        variables = {**dict(zip(parameters, positional)), **keywords}
-        if tree is function:  # a nested function sees the variables around it, which may have changed since a call
-            return self.run_function(tree, {**self.variables, **variables})
+        if is_native or tree.args.vararg:
+            return self.add_possible_store(arguments, node)
+        variables = {**dict(zip([x.arg for x in tree.args.args], positional)), **keywords}
         key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
         if key not in self.results:
             self.results[key] = _unknown_views(arguments)  # for a function that calls itself
             for name, value in _captured_variables(_py_func(function)).items():
                 with contextlib.suppress(TypeError):  # no hash
-                    captured = {_ArrayView(_GLOBAL_PREFIX + name) if _is_device_array(value) else value}
-                    variables.setdefault(name, captured)
+                    variables.setdefault(name, {value})
             self.results[key] = self.run_function(tree, variables)
         return self.results[key]
 
@@ -4566,7 +4487,7 @@ class _StoreAnalysis(_AbstractInterpreter):
         caller = self.variables
         self.variables = {**variables, "return": set()}
         self.depth += 1
-        self.run([ast.Return(tree.body)] if isinstance(tree, ast.Lambda) else tree.body)
+        self.run(tree.body)
         self.depth -= 1
         returned = self.variables["return"]
         self.variables = caller
@@ -4576,21 +4497,14 @@ class _StoreAnalysis(_AbstractInterpreter):
 
     def run_statement(self, node: Any) -> None:
         match node:
-            case ast.Assign(targets=targets, value=value):
-                self.n_assigned[value] = len(targets[0].elts) if isinstance(targets[0], ast.Tuple) else 1
-                values = self.evaluate(value)
-                for target in targets:
-                    self.assign(target, values, node)
+            case ast.Assign(targets=[target], value=value):
+                self.n_assigned[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
+                self.assign(target, self.evaluate(value), node)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.assign(target, self.evaluate(value), node)
             case ast.AugAssign(target=target, value=value):
-                values = self.evaluate(value)
-                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
-                if isinstance(target, ast.Name):  # `t += (x,)` adds the arrays of a tuple to the variable
-                    added = _unknown_views(view for view in _views(values) if view.path)
-                    self.variables[target.id] = self.variables.get(target.id, set()) | added
-            case ast.FunctionDef(name=name):
-                self.variables[name] = {node}
+                self.evaluate(value)
+                self.add_store(self.stored_arrays(target), node)
             case ast.Return(value=ast.expr() as value):
                 self.variables["return"] = self.variables["return"] | self.evaluate(value)
             case _:
@@ -4600,7 +4514,7 @@ class _StoreAnalysis(_AbstractInterpreter):
         match target:
             case ast.Name(id=name):
                 self.variables[name] = values
-            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+            case ast.Tuple(elts=targets):
                 for i, part in enumerate(targets):
                     self.assign(part, _indexed(values, [ast.Constant(i)]), node)
             case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=field):
@@ -4608,7 +4522,7 @@ class _StoreAnalysis(_AbstractInterpreter):
                 others = {view for view in _views(self.evaluate(owner)) if view.path[:1] != (field,)}
                 self.assign(owner, others | _pack(values, field), node)
             case _:
-                self.add_store(self.stored_arrays(target), node, is_certain=True, numba_rejects=True)
+                self.add_store(self.stored_arrays(target), node)
 
     def stored_arrays(self, target: Any) -> set:
         """Return the arrays to which an assignment to this target stores.
@@ -4651,14 +4565,12 @@ class _StoreAnalysis(_AbstractInterpreter):
                 return self.evaluate_call(node)
             case ast.Tuple(elts=items):
                 return _union(_pack(self.evaluate(item), i) for i, item in enumerate(items))
-            case ast.Lambda():
-                return {node}
             case ast.IfExp() | ast.BoolOp():
                 return self.evaluate_children(node)
-            case ast.BinOp() | ast.UnaryOp() | ast.Compare():
-                # Operators give numbers, except `+` of tuples, which gives a tuple of the same arrays.
-                return _unknown_views(view for view in _views(self.evaluate_children(node)) if view.path)
-        return self.add_possible_store(self.evaluate_children(node), node, numba_rejects=True)
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Starred():  # they give numbers
+                self.evaluate_children(node)
+                return set()
+        return self.add_possible_store(self.evaluate_children(node), node)
 
     def removes_dimension(self, index: Any) -> bool:
         """Return whether an index selects one element of a dimension, unlike a slice, `None` and `...`."""
@@ -4666,106 +4578,28 @@ class _StoreAnalysis(_AbstractInterpreter):
 
 
 def _user_functions(function: Any) -> list:
-    """Return a function if it is the user's; return all overloads of a Warp function, because any may be called."""
-    if hasattr(function, "user_overloads"):
-        overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
-        return [] if function.is_builtin() else overloads
-    python = _py_func(function)
-    is_jitted = isinstance(python, types.FunctionType) and python is not function
-    is_users = is_jitted and not _is_library_module(python.__module__)
-    return [function] if is_users or isinstance(function, ast.AST) else []  # or a nested function
+    """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
+    if not hasattr(function, "user_overloads") or function.is_builtin():
+        return []
+    return [function, *function.user_overloads.values(), *function.user_templates.values()]
 
 
-def _indexed(values: Iterable[Any], indices: Sequence[Any]) -> set:
-    """Return the abstract value of an array or tuple with the indices that each remove a dimension."""
-    result = set()
-    for view in _views(values):
-        if view.path:
-            index = getattr(indices[0], "value", None) if indices else None
-            result |= _unpack({view}, index) if isinstance(index, int) else _unknown_views({view})
-        elif view.ndim > len(indices):
-            result.add(view._replace(ndim=view.ndim - len(indices)))
-    return result
+# -- 8.4 Checks ----------------------------------------------------------------------------------------
 
 
-def _is_device_array(value: Any) -> bool:
-    return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-
-
-# -- 8.4 Syntax trees ----------------------------------------------------------------------------------
-
-_EMPTY_CODE = compile("", "", "exec")
-
-
-def _syntax_tree(function: Any) -> Any:
-    """Return the syntax tree of a function, or None if its source is not available."""
-    if isinstance(function, ast.AST):  # a nested function
-        return function
-    if hasattr(function, "adj"):  # Warp keeps the tree
-        return function.adj.tree.body[0]
-    code = getattr(_py_func(function), "__code__", None)
-    return _syntax_trees(code.co_filename, "".join(linecache.getlines(code.co_filename))).get(code) if code else None
-
-
-@functools.lru_cache(maxsize=8)
-def _syntax_trees(file: str, text: str) -> dict[types.CodeType, Any]:
-    """Return the syntax tree of each function that is defined by `def` in a file, by its code."""
-    nodes: dict[tuple[int, str], Any] = {}  # (line, name) -> tree
-    trees = {}
-    with contextlib.suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                first_line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
-                nodes[first_line, node.name] = node
-        codes = [compile(text, file, "exec", dont_inherit=True)]
-        for code in codes:  # the list grows in this loop
-            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            trees[code] = nodes.get((code.co_firstlineno, code.co_name))
-    return trees
-
-
-# -- 8.5 Checks ----------------------------------------------------------------------------------------
-
-
-def _check_argument_map(
-    wrapper: _NumbaWrapper, call: _CallParams, argument_map: _ArgumentMap, inputs_are_readonly: bool
-) -> None:
-    """Check the stores of a Numba CUDA kernel to the buffers that this argument map gives it."""
-    specs = call.ins + call.outs
-    arguments: list[_ArrayView | None] = []
-    buffers: dict[str, int] = {}
-    for position, buffer in enumerate(argument_map.args):
-        name = wrapper.parameters[position] if position < len(wrapper.parameters) else f"argument {position}"
-        if buffer in argument_map.scalars:
-            arguments.append(None)
-        else:
-            arguments.append(_ArrayView(name, len(specs[buffer].shape)))
-            buffers[name] = buffer
-    _check_stores(wrapper, call, _StoreAnalysis(wrapper.kernel, arguments), buffers, inputs_are_readonly)
-
-
-def _check_stores(
-    wrapper: _Wrapper,
-    call: _CallParams,
-    analysis: _StoreAnalysis,
-    buffers: Mapping[str, int],
-    inputs_are_readonly: bool,
-) -> None:
-    """Raise an error if a kernel stores to an input, or never stores to an output or in-out argument.
+def _check_stores(wrapper: _Wrapper, call: _CallParams, analysis: _StoreAnalysis, buffers: Mapping[str, int]) -> None:
+    """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
     `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  An
-    in-out argument is an input that an output is aliased to.  If `inputs_are_readonly` is true, inputs are passed as
-    read-only arrays, so the stores that Numba CUDA rejects are left to it.
+    in-out argument is an input that an output is aliased to.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
     stored = {buffer for name, buffer in buffers.items() if analysis.stores[name]}
     stored |= {n_in + aliases[i] for i in stored if i in aliases}  # the same memory
     for name, buffer in buffers.items():
-        if buffer < n_in and buffer not in aliases:
-            for store in analysis.stores[name]:
-                if not (inputs_are_readonly and store.numba_rejects):
-                    raise _written_input_error(wrapper.title, name, store)
+        if buffer < n_in and buffer not in aliases and analysis.stores[name]:
+            raise _written_input_error(wrapper.title, name, analysis.stores[name][0])
         is_result = n_in <= buffer < n_in + call.n_results
         is_checked = wrapper.options.zero_outputs is None  # the user may want zeros, or garbage
         if is_result and is_checked and buffer not in stored:
@@ -5108,21 +4942,22 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_configuration(call.ins, _StoreAnalysis(self.kernel, []).n_indices)
+        launch = self._launch_configuration(call.ins, _cuda_grid_rank(self.kernel))
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
+        checks_outputs = self.options.zero_outputs is None
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
             handler = None
             if package.runs_here:
-                handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature)
-            # If the inputs are compiled as read-only arrays, the compiler has rejected plain stores to them already.
-            inputs_are_readonly = not _has_helper_for_writable_arrays(self.kernel)
-            _check_argument_map(self, call, argument_map, inputs_are_readonly)
+                check_inputs = functools.partial(self._check_inputs, argument_map, signature)
+                handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature, check_inputs)
+            if checks_outputs:
+                args = self.title, self.kernel, self.parameters, argument_map, signature, call.n_results
+                _check_outputs_are_stored(*args, "i")
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
-        checks_outputs = self.options.zero_outputs is None  # in `_check_argument_map`
         key = argument_map, in_order, checks_outputs
         target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
         target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
@@ -5130,6 +4965,43 @@ class _CudaKernel(_CudaWrapper):
             # An exported program finds this target by its name, and may contain a batch that this process never lowers.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
+
+    def _check_inputs(
+        self,
+        argument_map: _ArgumentMap,
+        signature: _Signature,
+        dispatcher: Any,
+        compiled: Any,
+        readonly_error: Exception | None,
+    ) -> None:
+        """Raise an error if the kernel may write to an input.
+
+        Args:
+          argument_map: the buffer of each parameter.
+          signature: the buffers.
+          dispatcher: the kernel, or an adapter that calls it.
+          compiled: what the dispatcher has compiled.
+          readonly_error: the error for read-only inputs; None if `compiled` was compiled for these.
+        """
+        unproven = _unproven_inputs(self.kernel, argument_map, signature)
+        names = [repr(name) for name, buffer in argument_map.named_args(self.parameters) if buffer in unproven]
+        if not names:
+            return
+        rule = f"Inputs are read-only, because JAX may share them. {self.title}"
+        shown = " or ".join(names)
+        fix = f"Write to an output, or list the input in in_out_argnames=[{names[0]}]."
+        if readonly_error:
+            raise TypeError(
+                f"{rule} may write to its input {shown}: it compiles only for writable arrays. {fix} If it only reads "
+                "the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
+                f"Numba's error for read-only arrays:\n{readonly_error}"
+            ) from readonly_error
+        statement = _find_ignored_readonly(dispatcher, compiled)
+        if statement:
+            raise TypeError(
+                f"{rule} may write to its input {shown}: Numba CUDA ignores that the array is read-only in "
+                f"{statement}. {fix}"
+            )
 
     def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
         """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
@@ -5160,6 +5032,55 @@ def _has_helper_for_writable_arrays(function: Any) -> bool:
         if is_device_function and not helper._can_compile and "Array(" in str([*helper.overloads]):
             return True
     return False
+
+
+# Functions of Numba CUDA that store to their first argument, even if it is read-only, besides those of `cuda.atomic`.
+_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())
+
+
+def _find_ignored_readonly(dispatcher: Any, compiled: Any) -> str | None:
+    """Return a statement in which Numba CUDA ignores that an array is read-only; None if there is none.
+
+    The types that Numba inferred for a kernel and its helpers show these statements: atomics, stores with cache hints,
+    stores through `.flat` and, in numba-cuda-mlir 0.6.0, writable results of `.view`.
+    """
+    if compiled.type_annotation is None:  # from Numba's cache, which has no types
+        uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
+        compiled = uncached.compile(compiled.signature.args)
+    annotations = [compiled.type_annotation]
+    for annotation in annotations:  # the list grows in this loop
+        for statement, signature in annotation.calltypes.items():
+            if signature is None:
+                continue
+            if type(statement).__name__ in ("SetItem", "StaticSetItem"):
+                is_ignored = not getattr(getattr(signature.args[0], "array_type", None), "mutable", True)
+            elif statement.op == "call":
+                callee_type = annotation.typemap[statement.func.name]
+                overloads = getattr(getattr(callee_type, "dispatcher", None), "overloads", {})
+                annotations += [overloads[signature.args].type_annotation] if signature.args in overloads else []
+                is_ignored = _ignores_readonly(callee_type, signature)
+            else:
+                is_ignored = False
+            if is_ignored:
+                return _show_statement(statement)
+    return None
+
+
+def _ignores_readonly(callee_type: Any, signature: Any) -> bool:
+    """Return whether a function with this Numba type and signature may write to a read-only array."""
+    function = getattr(callee_type, "typing_key", None)
+    if function == "Array.view":
+        return signature.return_type.mutable and not callee_type.this.mutable
+    name = getattr(function, "__qualname__", "")
+    is_store = name.startswith("atomic.") or name in _CUDA_STORES
+    return is_store and _is_library_module(function.__module__) and not getattr(signature.args[0], "mutable", True)
+
+
+def _show_statement(statement: Any) -> str:
+    """Return the source line of a statement in Numba's IR, or its place if there is no source."""
+    location = statement.loc
+    line = linecache.getline(location.filename, location.line).strip()
+    return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5244,14 +5165,14 @@ class _NumbaCuda:
     # -- compiling --
 
     def compile_to_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, check_inputs: Callable
     ) -> _CompiledHandler:
         """Compile a kernel and its handler.
 
         The handler launches once per slice, until `_CudaBatch.prepare` swaps in the batch launch.
         """
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature)
+        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, check_inputs)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
         def compile_for_batch() -> tuple:
@@ -5286,11 +5207,15 @@ class _NumbaCuda:
             function = argument_map.adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, options)
 
-    def compile_and_load(self, dispatcher: Any, signature: _Signature) -> _CudaLauncher:
-        """Compile a kernel for the buffers of a signature, and load it on each GPU."""
+    def compile_and_load(
+        self, dispatcher: Any, signature: _Signature, check_inputs: Callable[..., None] | None = None
+    ) -> _CudaLauncher:
+        """Compile a kernel for the buffers of a signature, check it, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile_for_signature(dispatcher, signature)
+            compiled, readonly_error = self.compile_for_signature(dispatcher, signature)
+            if check_inputs:
+                check_inputs(dispatcher, compiled, readonly_error)
             ptx, entry, _ = self.ptx_entry_and_cubin(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
@@ -5302,17 +5227,23 @@ class _NumbaCuda:
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
         return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
 
-    def compile_for_signature(self, dispatcher: Any, signature: _Signature) -> Any:
-        """Compile a kernel for the current device.  Raise a TypeError if the package cannot compile it."""
+    def compile_for_signature(self, dispatcher: Any, signature: _Signature) -> tuple[Any, Exception | None]:
+        """Compile a kernel for the current device.
+
+        Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because helpers
+        with explicit signatures take no others.  Return the compiled kernel, and the error for read-only arrays.
+        """
         import numba
 
         # The CUDA target that is part of Numba uses Numba's types.
         nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
-        readonly = not _has_helper_for_writable_arrays(dispatcher)
         try:
-            return dispatcher.compile(_array_types(nbtypes, signature, readonly))
+            return dispatcher.compile(_array_types(nbtypes, signature)), None
         except Exception as error:
-            raise _compile_error(self.module, signature, error) from error
+            try:
+                return dispatcher.compile(_array_types(nbtypes, signature, readonly=False)), error
+            except Exception:
+                raise _compile_error(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if cuLaunchKernel, with the parameters that a handler passes, cannot launch a kernel."""
@@ -5439,7 +5370,7 @@ class _CudaSimulator(_NumbaCuda):
     platform = "cpu"
 
     def compile_to_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature
+        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, check_inputs: Callable
     ) -> _CompiledHandler:
         adapter = argument_map.adapter(kernel.py_func)
 
@@ -5616,10 +5547,29 @@ _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
-    analysis = _StoreAnalysis(kernel, [])
-    names = [name for name, value in _all_captured_values(kernel) if _is_device_array(value)]
-    # Code whose source is unknown (`has_opaque_code`) may write to any of them.
-    return [name for name in names if analysis.has_opaque_code or analysis.stores[_GLOBAL_PREFIX + name]]
+    names = []
+    for function in _kernel_and_helpers(kernel):
+        only_read = _only_read(function)
+        captured = _captured_values(_py_func(function))
+        names += [name for name, value in captured if _is_device_array(value) and name not in only_read]
+    return names
+
+
+def _is_device_array(value: Any) -> bool:
+    return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
+
+
+def _cuda_grid_rank(kernel: Any) -> int:
+    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if there are none."""
+    from numba.core import ir_utils
+
+    ranks = [0]
+    for function in _kernel_and_helpers(kernel):
+        numba_ir = _numba_ir(function)
+        for name, module, call in _named_calls(numba_ir):
+            if name == "grid" and _is_library_module(module):
+                ranks.append(ir_utils.guard(ir_utils.find_const, numba_ir, call.args[0]) or 0)
+    return max(ranks)
 
 
 def _write_xla_query(handler: _HandlerBuilder, frame: _StructPointer, function: str, kind: Any) -> Any:
@@ -6028,7 +5978,7 @@ class _WarpKernel(_Wrapper):
             self.params[name].check_array(spec, "in-out" if name in self.in_outs else role)
         # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
-        _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of, inputs_are_readonly=False)
+        _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
         return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
 
@@ -6426,14 +6376,13 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_ACCESSES = _BoundedCache()  # {content: `_StoreAnalysis`}
+_STORE_ANALYSES = _BoundedCache()  # {content: `_StoreAnalysis`}
 
 
 def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     """Return what the source of a kernel does to its arrays."""
     content = _warp_content(kernel)
-    given = [_ArrayView(arg.label, arg.type.ndim) if hasattr(arg.type, "ndim") else None for arg in kernel.adj.args]
-    return _WARP_ACCESSES.get(content) or _WARP_ACCESSES.keep(content, _StoreAnalysis(kernel, given))
+    return _STORE_ANALYSES.get(content) or _STORE_ANALYSES.keep(content, _StoreAnalysis(kernel))
 
 
 # A deferred static is a `wp.static(table[j])` with the variable j of a loop.  Warp evaluates it only when it builds the
@@ -6876,7 +6825,7 @@ class _StaleValues(_AbstractInterpreter):
         self.outputs = outputs
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
         self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
-        tree = _syntax_tree(function)
+        tree = function.adj.tree.body[0]
         self.parameters = {x.arg for x in tree.args.args}
         self.variables = {name: {_HAS_GRADIENT} for name in self.parameters if name not in without_gradient}
         self.captured = _captured_variables(_py_func(function))
