@@ -4030,6 +4030,7 @@ def _only_read(kernel: Any, callers: tuple = ()) -> set:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, ir.Return) for block in blocks):
         return set()
+    has_containers = _decorated_backend(kernel) != "numba_cuda"  # without lists and dicts, stored values are numbers
     definitions: dict[str, Any] = {}  # {variable: the right-hand side of its only assignment}
     sources: dict[str, Any] = {}  # {variable: the parameter or global}
     viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
@@ -4053,6 +4054,10 @@ def _only_read(kernel: Any, callers: tuple = ()) -> set:
             stored += [x for _, x in value.kws] + ([value.vararg] if value.vararg else [])
             is_view = isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view"
             (viewed[statement.target.name] if is_view else stored).append(value.func)  # `x.view` or `x.sort`
+        elif operation in ("SetItem", "StaticSetItem") and not has_containers:
+            stored.append(statement.target)
+        elif operation == "inplace_binop" and not has_containers:
+            stored.append(value.lhs)
         elif operation not in ("binop", "unary", "cast", "Return"):
             stored += statement.list_vars()
     for variable in stored:  # the list grows in this loop
@@ -4992,14 +4997,14 @@ class _CudaKernel(_CudaWrapper):
         fix = f"Write to an output, or list the input in in_out_argnames=[{names[0]}]."
         if readonly_error:
             raise TypeError(
-                f"{rule} may write to its input {shown}: it compiles only for writable arrays. {fix} If it only reads "
+                f"{rule} may write to input {shown}: it compiles only for writable arrays. {fix} If it only reads "
                 "the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
                 f"Numba's error for read-only arrays:\n{readonly_error}"
             ) from readonly_error
         statement = _find_ignored_readonly(dispatcher, compiled)
         if statement:
             raise TypeError(
-                f"{rule} may write to its input {shown}: Numba CUDA ignores that the array is read-only in "
+                f"{rule} may write to input {shown}: Numba CUDA ignores that the array is read-only in "
                 f"{statement}. {fix}"
             )
 
