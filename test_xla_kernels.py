@@ -1091,7 +1091,7 @@ def trace_callable(function):
 
 
 PART = slice(0, 2)
-cuda_jit = cuda.jit if cuda else identity
+cuda_jit = cuda.jit(device=True) if cuda else identity
 
 
 @cuda_jit
