@@ -40,7 +40,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
 #     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
-#     8  Source analysis   the stores of Warp and Numba CUDA kernels to arrays
+#     8  Source analysis   the stores of Warp kernels to arrays
 #     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
@@ -533,7 +533,7 @@ def _native_lock_address(name: str) -> int:
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
 # The globals, closure variables and defaults that the code of a kernel references.  Three parts of this file use them:
-# fingerprints (3.2), the analysis of the source (8), and callables (9.2), whose captured values show which CUDA package
+# fingerprints (3.2), the checks of stores (7.3, 8), and callables (9.2), whose captured values show which CUDA package
 # they use.
 
 
@@ -3254,11 +3254,11 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
 # A new version of Numba may break:
-# - with an error: `library._final_module`, `library._shared_module`, `type_annotation.calltypes`, `.typemap` and
-#   `.blocks`, the status that `call_conv.call_function` returns;
-# - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to
-#   read-only arrays (7.3; the tests' table of mistakes), and the name of the call that starts threads in LLVM's text
-#   (`_uses_threads`; test_fork_reload_and_concurrent_batches_on_eight_devices).
+# - with an error: `library._final_module`, `library._shared_module`, the status that `call_conv.call_function` returns;
+# - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to read-only
+#   arrays (`_IGNORE_READONLY`; test_write_that_numba_does_not_reject_changes_a_copy_of_input), the IR that
+#   `compiler.run_frontend` returns (`_only_read`; test_output_never_stored_to_raises), and the name of the call that
+#   starts threads in LLVM's text (`_uses_threads`; test_fork_reload_and_concurrent_batches_on_eight_devices).
 
 _NUMBA_INSTALL = "pip install numba"
 # A new dtype is added in three places: to the names that a backend supports (_NUMBA_DTYPES, _CUDA_DTYPES,
@@ -3340,11 +3340,11 @@ def numba_kernel(
     `zero_outputs=False` saves the zeroing, which takes 2% to 35% of the time of `out[i] = x[i] + y[i]`, depending on
     the size.  Outputs that are returned, and outputs aliased to an input, are not zeroed.
 
-    **Inputs never change.**  Numba compiles the kernel for read-only arrays, so most writes to inputs do not compile.
-    If the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`,
-    `np.fill_diagonal(x, 0)`), or if it only compiles for writable arrays, LLVM must prove that it does not write to
-    its inputs.  Otherwise the call raises an error; then let the kernel work on a copy, `x.copy()`.  The check does not
-    see into your own intrinsics and overloads, raw addresses (`x.ctypes`) and C code.
+    **Inputs never change.**  Numba compiles the kernel for read-only arrays, so a store to an input is an error.  If
+    the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`, `np.fill_diagonal(x, 0)`), or
+    a helper with an explicit signature of writable arrays, it gets a copy of the input, unless LLVM or Numba's IR
+    proves that it only reads it.  The library cannot see into your own intrinsics and overloads, raw addresses
+    (`x.ctypes`) and C code.
 
     **State is updated in place** with `in_out_argnames`.  Assign to elements, `v[:] = 0.5 * v + x`.  The statement
     `v = 0.5 * v + x` only creates a local variable.
@@ -3670,17 +3670,18 @@ class _NumbaCompiler:
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function that takes all buffers, after all checks."""
         compiled, readonly_error = self._compile_for_buffers(argument_map)
-        self._check_outputs(argument_map)
-        if readonly_error is None and not _may_ignore_readonly(self.kernel):
-            return compiled.overload
-        unproven = _unproven_inputs(self.kernel, argument_map, self.signature)
-        unproven -= _unwritten_buffers(compiled, self.signature)
-        if not unproven:
-            return compiled.overload
-        if readonly_error:
+        unproven = set()
+        if readonly_error or _may_ignore_readonly(self.kernel):
+            unproven = _unproven_inputs(self.kernel, argument_map, self.signature)
+            unproven -= _unwritten_buffers(compiled, self.signature)
+        if readonly_error and unproven:
             self._check_readonly_error(readonly_error, argument_map, unproven)
-        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
-        return self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))[0].overload
+        self._check_outputs(argument_map)
+        if unproven:
+            _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
+            with_copies = argument_map._replace(copied=frozenset(unproven))
+            compiled, _ = self._compile_for_buffers(with_copies)
+        return compiled.overload
 
     def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
         """Compile a function of all buffers, and check what the kernel returns.
@@ -3821,7 +3822,7 @@ def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledFunction:
     with warnings.catch_warnings():
         # With parallel=True, Numba warns if it finds nothing that can run in parallel.
         warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
-        # Numba warns if a typed dict or list takes a read-only array as a writable one.  `_find_bypass` finds that.
+        # Numba warns if a typed dict or list takes a read-only array as a writable one.  Then the kernel gets a copy.
         warnings.filterwarnings("ignore", "unsafe cast from .*rray", numba.NumbaTypeSafetyWarning)
         dispatcher.compile(argument_types)
     return _CompiledFunction(dispatcher, dispatcher.overloads[argument_types])
