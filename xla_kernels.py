@@ -6822,7 +6822,8 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 
 
 # -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
-# Warp's adjoint of a kernel runs backwards through its statements.  It computes the values of variables again, except:
+# Warp's adjoint of a kernel goes backwards through its statements.  For `y = s * x[j]` it needs the values that `s` and
+# `x[j]` had in this statement.  It computes the values of variables again, but some gradients are wrong:
 #
 # - A dynamic loop keeps only the last value of each variable:
 #
@@ -6832,14 +6833,17 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 # - Stores are not repeated, so reading an output gives its final value.
 # - Some builtins have no adjoint, but a derivative that is not zero.
 #
-# A sum needs no values, so its gradient is right.  Products, functions, conditions and indices need them.  A taint
-# analysis finds such statements: variables that loops assign, and elements of outputs that are stored to again, are
-# stale; whatever is computed from a stale value is stale, too; and a nonlinear use of a stale value is reported.  The
-# verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
+# Warp does not warn of this, so `_warn_of_stale_values` does.  A taint analysis of the source finds the statements:
+#
+# 1. These values are stale: variables that a dynamic loop assigns; elements that are read from an output, if the output
+#    is stored to afterwards; and all that is computed from stale values.
+# 2. The adjoint of a sum uses no values.  The adjoints of products and functions do, and so do conditions and indices.
+# 3. An expression whose adjoint uses a stale value is reported.
+#
+# The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
 
 
 _WARNED_KERNELS: Any = weakref.WeakSet()
-_HAS_GRADIENT = "has a gradient"
 
 # Builtins whose derivative is not zero although Warp has no adjoint of them (`is_differentiable` is false).
 _WITHOUT_ADJOINT = frozenset(
@@ -6849,33 +6853,43 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
 _SUMS = frozenset({"atomic_add", "atomic_sub"})
-_STALE = "Warp's adjoint needs {} as it was in `{:.60}`, but has a later value"
+_STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value"
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
 
+# The taints of a value.  The set of the taints of an expression is its abstract value.
+_HAS_GRADIENT = object()  # the value depends on an input of floats
+
+
+class _StaleVariable(NamedTuple):
+    """The taint of a value that is computed from a variable whose value in the adjoint is wrong."""
+
+    name: str
+
 
 class _OutputRead(NamedTuple):
-    """The taint of an element that was read from an output: it is stale if the output is stored to afterwards."""
+    """The taint of a value that is computed from an element of an output.  A later store makes the value stale."""
 
-    array: str
-    text: str  # `out[i]`
+    output: str
+    element: str  # `out[i]`
 
 
 class _StaleValues(_AbstractInterpreter):
     """A taint analysis of a Warp function that finds the statements whose adjoints use stale values.
 
-    The abstract value of an expression is its set of taints: names of stale variables, `_OutputRead`s, and
-    `_HAS_GRADIENT` if it depends on an input of floats.  `found` maps (file, line) to (problem, advice).
+    `found` maps (file, line) to (problem, advice).  In the loop of the example above, `s` has the taints
+    `_StaleVariable("s")` and `_HAS_GRADIENT`, and `x[j]` has `_HAS_GRADIENT`.  The product is not linear in them, so it
+    is reported.
     """
 
     def __init__(self, function: Any, without_gradient: Container[str], outputs: Container[str], max_unroll: int):
         super().__init__()
         self.adjoint = function.adj
-        self.max_unroll = max_unroll
+        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
         self.loop_advice = _LOOP_ADVICE.format(max_unroll)
         self.outputs = outputs
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
-        self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
+        self.used_reads: list[tuple[_OutputRead, Any]] = []  # with the expression whose adjoint uses the element
         tree = _syntax_tree(function)
         self.parameters = {x.arg for x in tree.args.args}
         self.variables = {name: {_HAS_GRADIENT} for name in self.parameters if name not in without_gradient}
@@ -6886,19 +6900,19 @@ class _StaleValues(_AbstractInterpreter):
         line = node.lineno + self.adjoint.fun_lineno - 1
         self.found.setdefault((self.adjoint.filename, line), (problem, advice))
 
-    def use(self, node: Any, taints: set) -> None:
+    def note_use(self, node: Any, taints: set) -> None:
         """Note that the adjoint of an expression uses values with these taints."""
         for taint in sorted(taints - {_HAS_GRADIENT}, key=str):
             if isinstance(taint, _OutputRead):
-                self.reads.append((taint, node))
+                self.used_reads.append((taint, node))  # stale only if a store follows
             else:
-                self.report(node, _STALE.format(repr(taint), ast.unparse(node)), self.loop_advice)
+                self.report(node, _STALE.format(taint.name, ast.unparse(node)), self.loop_advice)
 
-    def store(self, array: str) -> None:
-        """Note a store to an output: the elements that were read before are stale."""
-        for read, node in self.reads:
-            if read.array == array:
-                self.report(node, _STALE.format(repr(read.text), ast.unparse(node)), _OUTPUT_ADVICE)
+    def note_store(self, output: str) -> None:
+        """Note a store to an output, and report earlier uses of its elements."""
+        for read, node in self.used_reads:
+            if read.output == output:
+                self.report(node, _STALE.format(read.element, ast.unparse(node)), _OUTPUT_ADVICE)
 
     # -- statements --
 
@@ -6906,24 +6920,26 @@ class _StaleValues(_AbstractInterpreter):
         match node:
             case ast.Assign(targets=[target], value=value):
                 self.assign(target, value)
-            case ast.AugAssign(target=target, op=op, value=value):
+            case ast.AugAssign(target=target, op=op, value=value):  # `x += y` is interpreted as `x = x + y`
                 self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
             case ast.Expr(value=ast.Call() as call):
                 self.evaluate_call(call, is_used=False)
             case ast.If(test=test):
-                self.use(test, self.evaluate(test))
+                self.note_use(test, self.evaluate(test))
                 super().run_statement(node)
             case ast.Break():
                 self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
-                self.use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
-                body = [ast.Assign([target], ast.Constant(0)), *body]
+                self.note_use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
+                # An iteration begins with an assignment to the loop variable.  Any index will do, such as 0, because a
+                # constant has no taints.
+                iteration = [ast.Assign([target], ast.Constant(0)), *body]
                 if self.is_unrolled(iterated, body):
-                    self.run(2 * body)  # a store may follow a read of the previous iteration
+                    self.run(2 * iteration)  # twice: a store may follow a read of the previous iteration
                 else:
-                    self.run_loop(body)
+                    self.run_loop(iteration)
             case ast.While(test=test, body=body):
-                self.use(test, self.evaluate(test))  # not in the loop: Warp counts its iterations again
+                self.note_use(test, self.evaluate(test))  # not in the loop: Warp counts its iterations again
                 self.run_loop(body)
             case _:
                 super().run_statement(node)
@@ -6945,24 +6961,30 @@ class _StaleValues(_AbstractInterpreter):
         return None
 
     def run_loop(self, body: Sequence[Any]) -> None:
+        """Interpret a dynamic loop.  The variables that it assigns are stale."""
         for name in _union(map(self.assigned_variables, body)):
-            self.variables[name] = self.variables.get(name, set()) | {name}
+            self.variables[name] = self.variables.get(name, set()) | {_StaleVariable(name)}
         super().run_loop(body)
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
-        """Return the local variables to which a statement assigns, or to a part of which."""
+        """Return the local variables to which, or to elements of which, a statement or a target assigns."""
         targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
         return set(map(_root_name, targets)) - self.parameters
 
     def assign(self, target: Any, value: Any) -> None:
-        taints = self.evaluate(value)
-        self.evaluate(target)  # its indices
-        self.store(_root_name(target))
+        """Interpret an assignment.
+
+        After `t = 2 * s` with a stale `s`, the only stale variable in the taints of `t` is `t` itself, so that a
+        warning shows a variable of the statement that it is about.
+        """
+        value_taints = self.evaluate(value)
+        self.evaluate(target)  # notes the use of its indices
+        self.note_store(_root_name(target))
         for name in self.assigned_variables(target):
-            if isinstance(target, (ast.Subscript, ast.Attribute)):  # the other elements keep their values
-                taints = taints | self.variables.get(name, set())
-            stale = {x for x in taints if isinstance(x, str)} - {_HAS_GRADIENT}
-            self.variables[name] = (taints - stale) | ({name} if stale else set())
+            is_part = isinstance(target, (ast.Subscript, ast.Attribute))  # the other elements keep their taints
+            taints = value_taints | (self.variables.get(name, set()) if is_part else set())
+            stale = {x for x in taints if isinstance(x, _StaleVariable)}
+            self.variables[name] = (taints - stale) | ({_StaleVariable(name)} if stale else set())
 
     # -- expressions --
 
@@ -6974,25 +6996,25 @@ class _StaleValues(_AbstractInterpreter):
             case ast.Attribute(attr=name) if name in _ARRAY_METADATA:
                 return set()
             case ast.Subscript(value=array, slice=index):
-                self.use(node, self.evaluate(index))
+                self.note_use(node, self.evaluate(index))
                 name = _root_name(array)
                 read = {_OutputRead(name, ast.unparse(node))} if name in self.outputs else set()
                 return self.evaluate(array) | read
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self.evaluate(left), self.evaluate(right)
                 if _HAS_GRADIENT in a | b and not _is_linear(op, a, b):
-                    self.use(node, a | b)
+                    self.note_use(node, a | b)
                 return a | b
             case ast.Call():
                 return self.evaluate_call(node, is_used=True)
             case ast.Compare():
                 return self.evaluate_children(node) - {_HAS_GRADIENT}
             case ast.IfExp(test=test):
-                self.use(test, self.evaluate(test))
+                self.note_use(test, self.evaluate(test))
         return self.evaluate_children(node)
 
     def evaluate_call(self, node: ast.Call, is_used: bool) -> set:
-        """Return the taints of a call; `is_used` says whether its value is used."""
+        """Return the taints of a call.  `is_used` says whether the kernel uses the returned value."""
         arguments = [self.evaluate(x) for x in (*node.args, *node.keywords)]
         taints = _union(arguments)
         value = self.constant(node.func)
@@ -7003,12 +7025,12 @@ class _StaleValues(_AbstractInterpreter):
             problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`"
             self.report(node, problem, "Compute the value from other functions.")
         if name in _SUMS:
-            self.use(node, _union(arguments[1:-1]))  # the indices
+            self.note_use(node, _union(arguments[1:-1]))  # the indices
         elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
-            self.use(node, taints)
+            self.note_use(node, taints)
         if _effect(function) in ("stores", "unknown"):
             for argument in node.args:
-                self.store(getattr(argument, "id", ""))
+                self.note_store(getattr(argument, "id", ""))
         return taints
 
 
@@ -7020,7 +7042,11 @@ def _root_name(target: Any) -> str:
 
 
 def _is_linear(op: ast.operator, a: set, b: set) -> bool:
-    """Return whether the adjoint of `a op b` uses neither value; operands without taints are constants."""
+    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, uses no tainted value.
+
+    The adjoint of a product needs y for the gradient of x, and x for that of y.  An operand without taints needs no
+    gradient, and is available.
+    """
     if isinstance(op, (ast.Mult, ast.MatMult)):
         return not a or not b
     return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
@@ -7037,7 +7063,7 @@ def _warp_functions(kernel: Any) -> list[Any]:
 
 
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
-    """Warn of statements whose adjoints are wrong, once for each kernel."""
+    """Warn of each statement of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
