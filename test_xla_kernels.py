@@ -4798,7 +4798,7 @@ FALLBACKS = {  # why a batch is three launches: the logged reason, and a change 
     "code transformers": (
         "it .* code transformers", lambda kernel: (kernel.adj, "transformers", [ast.NodeTransformer()])),
     "changed captured value": (
-        "what it names is something else", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
+        "captured values have changed", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
     "failed build": ("(?i).*(build|compil)", lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
     "too many registers": (
         "it does not fit then; .* at most 255 thre",

@@ -6472,44 +6472,46 @@ def _captured_key(function: Any) -> tuple:
 # Warp packs the arguments of a launch into blocks of memory, one for each parameter of the compiled function.  Their
 # layout differs between versions of Warp, so nothing is assumed about it:
 #
-#     trace or lower   Warp records a launch with the real shapes and values, and with placeholder pointers for buffers.
-#                      The attribute `launch` holds the words of the recorded blocks.
+#     trace or lower   Warp records a launch with the real shapes and values, and with placeholders for the pointers to
+#                      buffers.  The recorded blocks, as words of 8 bytes, become a part of the launch attribute.
 #     call             The handler copies these words.  For each slice, it replaces each placeholder by the pointer
 #                      to the buffer, and calls the compiled function (CPU) or cuLaunchKernel (GPU).
 #
-# A batch launch (10.5) also passes the step of each buffer: the number of bytes from one slice to the next.
+# A batch launch (10.5) also passes the step of each buffer, for which there are placeholders, too.
 
 
 def _placeholder(buffer: int, is_step: bool) -> int:
-    """Return a number that stands for the pointer to a buffer, or for its step.
+    """Return the placeholder of the pointer to a buffer, or of its step.
 
-    No other word of a launch is such a number by accident.  Those of pointers are aligned, as Warp expects.
+    The number is so unusual that no other word of a launch equals it by accident.  As a pointer, it is aligned to 16
+    bytes, as Warp expects.
     """
     return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
 
 class _Placeholder(NamedTuple):
-    """A word of a launch that the handler replaces for each slice."""
+    """The place of a placeholder among the words of a launch."""
 
-    position: int  # in the words of the launch
-    buffer: int  # the index of the buffer
-    is_step: bool  # replaced by the step of the buffer; otherwise by the pointer
+    position: int  # index of the word
+    buffer: int  # index of the buffer
+    is_step: bool  # whether it stands for the step of the buffer; otherwise for the pointer
 
 
 class _WarpArray(NamedTuple):
-    """An array that a launch passes to a kernel."""
+    """An array that a launch passes to a kernel, or the gradient of an array that it passes to the adjoint."""
 
-    parameter: str
-    field: str  # "data", or "grad" for the gradient of the parameter
-    buffer: int  # the index among the inputs and outputs of the call
+    parameter: str  # the name of the kernel's parameter
+    field: str  # of Warp's array for that parameter: "data" or "grad"
+    buffer: int  # index of the buffer in the call
     dims: tuple[int, ...]  # without those of vectors and matrices
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """A launch of a kernel, or of its adjoint, that is recorded and registered when a platform needs it.
+    """The launch of a kernel, or of its adjoint, for the shapes and values of a call.
 
-    Here `name` is only for messages.  `prepare_lowering` returns a `_Target` with the registered name.
+    It is not registered.  When the platform is known, `prepare_lowering` records the launch, registers a handler, and
+    returns a `_Target` with the registered name.  Here, `name` is only for messages.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -6525,13 +6527,17 @@ class _WarpTarget(_Target):
     is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Record a launch, and register a handler for it."""
+        """Record the launch on a platform, register a handler, and return its target.  (see `_Target`)"""
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
         if not devices:
             return super().prepare_lowering(platform)  # raises: unsupported platform
         if platform == "cuda" and has_batch:
-            with _fall_back_to_per_slice(self.title):  # if a batch launch is unsupported, log the reason and go on
-                return self._for_batch_launch().prepare_lowering(platform)
+            with _fall_back_to_per_slice(self.title):
+                return self._for_batch_launch()._register(platform, devices)
+            # An exception was logged, and the block was left without `return`.
+        return self._register(platform, devices)
+
+    def _register(self, platform: str, devices: Sequence[str]) -> _Target:
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:
@@ -6549,10 +6555,10 @@ class _WarpTarget(_Target):
         return _Target(name, emitter.launch, platform=platform, title=self.title, platform_phrase=self.platform_phrase)
 
     def _for_batch_launch(self) -> _WarpTarget:
-        """Return a target that runs a batch in one launch."""
+        """Return the launch of the batch kernel (10.5)."""
         if self.in_order:
             raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-        # Without dimensions, so that the cached batch kernel serves all shapes.
+        # One batch kernel serves arrays of all shapes, so its key in the cache has no dimensions.
         arrays = tuple(array._replace(dims=()) for array in self.arrays)
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
 
@@ -6563,7 +6569,7 @@ class _WarpTarget(_Target):
     # -- recording -------------------------------------------------------------------------------------
 
     def _record_launch(self, wp: Any, device: str) -> Any:
-        """Return Warp's recorded launch, with placeholders for pointers.  This compiles and loads the kernel."""
+        """Return Warp's record of a launch on a device, with placeholders.  This compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
         arguments, gradients = self._launch_arguments(wp, warp_types, device)
         block_dim = 1 if device == "cpu" else self.block_dim
@@ -6571,7 +6577,7 @@ class _WarpTarget(_Target):
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         if gradients:
             self._check_has_adjoint()
-            # Values have an adjoint, too, which starts from zero and is not used.
+            # Warp expects a gradient for each parameter.  That of a value is zero and not used.
             adjoint_inputs = [gradients.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
@@ -6583,11 +6589,11 @@ class _WarpTarget(_Target):
         return command
 
     def _launch_arguments(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
-        """Return {parameter: argument} and {parameter: gradient}, with arrays at placeholder pointers."""
+        """Return {parameter: argument} and {parameter: gradient}, with placeholders as the pointers of arrays."""
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
-        # Gradients ("grad") come before data, because the array with the data refers to its gradient.
-        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field, reverse=True):
+        # The gradients first (False sorts before True), because Warp's array of the data refers to its gradient.
+        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field == "data"):
             array = wp.array(
                 ptr=_placeholder(buffer, is_step=False),
                 shape=dims,
@@ -6595,7 +6601,10 @@ class _WarpTarget(_Target):
                 device=device,
                 grad=gradients.get(name),
             )
-            (arguments if field == "data" else gradients)[name] = array
+            if field == "grad":
+                gradients[name] = array
+            else:
+                arguments[name] = array
             if self.is_batch_launch:
                 arguments[_STEP.format(buffer)] = _placeholder(buffer, is_step=True)
         return arguments, gradients
@@ -6632,10 +6641,10 @@ class _WarpTarget(_Target):
     # -- reading the recorded launch -------------------------------------------------------------------
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
-        """Return the placeholders among the words of a launch.  There is at least one for each buffer."""
+        """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
         meanings: dict[int, tuple[int, bool]] = {}  # {placeholder: (buffer, is_step)}
         for array in self.arrays:
-            for is_step in {False, self.is_batch_launch}:
+            for is_step in {False, self.is_batch_launch}:  # only batch launches have steps
                 meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
         if not meanings.keys() <= set(words):
             raise NotImplementedError(
@@ -6645,7 +6654,7 @@ class _WarpTarget(_Target):
         return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
     def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
-        """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
+        """Return the launch configuration: grid, block, shared_mem.  This copies `wp_cuda_launch_kernel` of warp.cu."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
         if n_threads % threads_per_block and self.uses_tiles:
@@ -6665,7 +6674,8 @@ class _WarpTarget(_Target):
 def _packed_parameters(command: Any) -> list[bytes]:
     """Return the memory of each parameter of a recorded launch, padded to words of 8 bytes.
 
-    On CPUs, Warp packs parameters only when a launch runs.  So the launch runs with a function that only keeps them.
+    On CPUs, Warp packs the parameters only when a launch runs.  So we run the launch with a Python function in place
+    of the kernel, which keeps what it gets.
     """
     packed = list(command.params)
     if command.device.is_cpu:
@@ -6682,10 +6692,10 @@ def _packed_parameters(command: Any) -> list[bytes]:
 
 
 class _WarpEmitter(_Emitter):
-    """Copies the words of a recorded launch, and for each slice replaces the placeholders and starts the kernel."""
+    """An emitter of code that copies the words of a launch, and for each slice replaces placeholders and launches."""
 
     def __init__(self, target: _WarpTarget, commands: Sequence[Any]) -> None:
-        """Read the launches that were recorded on all devices of a platform, which pass the same words."""
+        """Read the recorded launches, one for each device of a platform.  All pass the same words."""
         command = commands[0]
         direction = "backward" if command.adjoint else "forward"
         self.commands = commands  # keep Warp's modules loaded
@@ -6696,62 +6706,61 @@ class _WarpEmitter(_Emitter):
         self.placeholders = target.placeholders_in(self.words)
         self.is_batch_launch = target.is_batch_launch
         if command.device.is_cpu:
-            self._prepare_for_cpu(target, entries[0])
+            self._init_for_cpu(target, entries[0])
         else:
-            launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
-            self._prepare_for_cuda(target, entries, launch)
+            config = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+            self._init_for_cuda(target, entries, config)
 
-    def _prepare_for_cpu(self, target: _WarpTarget, entry: int) -> None:
-        self.launch = self.words
+    def _init_for_cpu(self, target: _WarpTarget, entry: int) -> None:
+        self.launch = self.words  # the launch attribute
         self.kernel_address = entry  # `_compile_handler` copies it to the handler's data
         if target.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock_address)
-        # Handlers with this key share their object code.  On GPUs, it contains the address of the launcher's functions.
+        # There is no such key on GPUs, where the code contains the address of the launcher's functions.
         self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
 
-    def _prepare_for_cuda(self, target: _WarpTarget, entries: Sequence[int], launch: tuple[int, ...]) -> None:
+    def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: tuple[int, ...]) -> None:
         self.libcuda = _LibCuda()
-        self.launch = (*launch, *self.words)
+        self.launch = (*config, *self.words)
         functions = dict(zip(_cuda_ordinals(), entries, strict=True))
         self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
         for entry in entries if self.is_batch_launch else ():
-            if exceeded := self.libcuda.exceeded_limits_text(entry, launch):  # a batch kernel may need more registers
+            if exceeded := self.libcuda.exceeded_limits_text(entry, config):  # a batch kernel may need more registers
                 raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
-        words = handler.alloca(_I64, n_words)
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         is_cuda = self.libcuda is not None
-        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
-        handler.copy_bytes(words, first, 8 * n_words)
+        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
+        words = ir.alloca(_I64, n_words)
+        source = ir.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
+        ir.copy_bytes(words, source, 8 * n_words)
         params = [words + 8 * offset for offset in offsets]  # the address of each parameter
-        launch_kernel = self.launcher.write_launch_setup(handler, frame) if is_cuda else None
+        write_launch = self.launcher.write_launch_setup(ir, frame) if is_cuda else None
 
         def replace_placeholders(arrays: Sequence[_SliceArray]) -> None:
             for position, buffer, is_step in self.placeholders:
                 value = buffers[buffer].step if is_step else arrays[buffer].pointer
-                handler.store(value, words + 8 * position)
+                ir.store(value, words + 8 * position)
 
-        if launch_kernel and self.is_batch_launch:
-            with handler.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+        if write_launch and self.is_batch_launch:
+            with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 replace_placeholders(arrays)
-                launch_kernel(params, z=n_slices)
+                write_launch(params, z=n_slices)
             return
-        with handler.each_slice(buffers, count) as arrays:
+        with ir.each_slice(buffers, count) as arrays:
             replace_placeholders(arrays)
-            if launch_kernel:
-                launch_kernel(params)
+            if write_launch:
+                write_launch(params)
             else:
-                handler.call(handler.handler_data.kernel_address, *params)
+                ir.call(ir.handler_data.kernel_address, *params)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
-# kernel, the batch kernel.  It loops over the grid along x (`grid_stride`), because only such kernels leave z free.
-# Its first lines move each array to the slice of the block:
+# kernel, the batch kernel.  Its first lines move each array to the slice of the block:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -6759,11 +6768,12 @@ class _WarpEmitter(_Emitter):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# `_xla_move_0` adds z times the step to the pointer of the array.  The handler passes the step of each buffer in bytes.
-# If all slices share an array, its step is 0.
+# `_xla_move_0` adds z times the step to the pointer of the array of buffer 0.  The handler passes the step: the number
+# of bytes from one slice to the next, or 0 if all slices share the array.
 #
-# C++ code of the user may read z.  The user's own adjoints would not find the gradients of moved arrays.  Such kernels
-# get a launch for each slice.
+# The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
+# free.  Two kinds of kernels get a launch for each slice: C++ code of the user may read z, and the user's own adjoints
+# would not find the gradients of moved arrays.
 
 _STEP = "_xla_step_{}"  # the parameter with the step of a buffer
 _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
@@ -6780,31 +6790,32 @@ def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
 
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
+    """Create a batch kernel, or raise the reason why the kernel cannot have one."""
     if _warp_store_analysis(kernel).has_opaque_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     variables = _captured_variables(kernel.func)
-    # A copy without changes must have the same hash.  Otherwise, the globals have changed since Warp read them.
+    # A copy has the same hash, unless captured values have changed since Warp read them.
     plain_copy = _copy_kernel(kernel, source, annotations, variables)
-    plain_copy.module.get_module_hash()  # updates the kernel's hash
+    plain_copy.module.get_module_hash()  # updates `plain_copy.hash`
     if plain_copy.hash != kernel.hash:
-        raise _BatchLaunchUnsupported("what it names is something else now than when Warp read it")
-    lines = []
+        raise _BatchLaunchUnsupported("captured values have changed since Warp read them")
+    moves = []
     for name, field, buffer, _ in arrays:
         move, step = _MOVE.format(buffer), _STEP.format(buffer)
         variables[move] = _move_function(wp, plain_copy.module, move, annotations[name], field)
         annotations[step] = wp.int64
-        lines.append(f"{name} = {move}({name}, {step})")
+        moves.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
-    tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)  # so that z is free
+    tree.body[0].body[:0] = ast.parse("\n".join(moves)).body
+    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
 
 
 def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
     """Return Warp's native function that moves an array, or its gradient, to the slice of the block."""
 
-    def move(array: Any, step: Any) -> Any: ...  # exists only in C++
+    def move(array: Any, step: Any) -> Any: ...  # only for its parameters: Warp compiles the C++ snippet
 
     move.__annotations__ = {"array": array_type, "step": wp.int64, "return": array_type}
     snippet = _MOVE_SNIPPET.format(field=field)
@@ -6812,10 +6823,14 @@ def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) 
 
 
 def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, **options: Any) -> Any:
-    """Return a kernel in a module of its own, with this source and these globals."""
+    """Return a kernel with this source, in a module of its own.
+
+    Warp compiles `source`.  It also needs a function, in which it looks up the types of the parameters (annotations)
+    and the values of names (globals and closure).  The code of this function, that of the original kernel, never runs.
+    """
     function = types.FunctionType(kernel.func.__code__, variables, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
-    # Warp tells modules apart by name.
+    # Warp tells modules apart by their names, so the name contains a hash.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash.hex(), source)}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
