@@ -5798,7 +5798,7 @@ class _CudaBatch:
 # What a new version of Warp may break:
 # - With an error: attributes of kernels, modules, and types of arrays, structs and elements (`_parse_parameter`,
 #   `_warp_content`).
-# - Silently.  All tests named test_warp must pass before a version counts as supported.
+# - Silently:
 #     - options that the hash of a kernel does not cover (`_warp_content`)
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
 #     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
@@ -5807,6 +5807,7 @@ class _CudaBatch:
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
 #     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
 #       test_warp_batch_is_one_launch counts launches.
+#   All tests named test_warp must pass before a version counts as supported.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -5835,10 +5836,11 @@ def warp_kernel(
     name: str | None = None,
     differentiable: bool = False,
 ) -> Callable[..., Any]:
-    """Create a JAX function from an NVIDIA Warp kernel, for CPUs and GPUs.
+    """Return a JAX function that launches an NVIDIA Warp kernel, on CPUs and GPUs.
 
-    The kernel is called as `kernel(inputs..., outputs..., scratch...)`.  The JAX function is called as
-    `f(inputs...)`, by position or by name, and returns the outputs.
+    The kernel stores to its outputs, and returns nothing:
+
+        kernel(*inputs, *outputs, *scratch)
 
     **Arrays.** Parameters of the type `wp.array` get JAX arrays.  The elements of vectors and matrices are trailing
     dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element may omit the
@@ -5849,9 +5851,18 @@ def warp_kernel(
     known when JAX traces the call, and each new value recompiles the traced function.  If a number changes often, such
     as a time step, make the parameter a `wp.array` of one element.
 
-    **New outputs and scratch buffers start from zeros.**  That is a right start for sums (`wp.atomic_add(out, ...)`).
-    For products, minima and maxima, zero is a wrong start.  Store the start first, or alias the output to an input
-    (`in_out_argnames`, `input_output_aliases`).
+    **New outputs and scratch buffers start from zeros.**  That is right for sums (`wp.atomic_add(out, ...)`), and wrong
+    for products, minima and maxima.  For these, let the kernel store the start value first, or alias the output to an
+    input (`in_out_argnames`, `input_output_aliases`).
+
+    **Launch dimensions.** If `launch_dims` is omitted, they are the dimensions of the first array with more than one
+    element, without the dimensions of vectors and matrices.  For an array of `wp.vec3` with the JAX shape (4, 5, 3),
+    they are (4, 5), for `i, j = wp.tid()`.  It is an error to omit `launch_dims` if `wp.tid()` returns another number
+    of indices, or if another array begins with other dimensions.  Exempt are arrays with one element, arrays with fewer
+    dimensions, and arrays that begin with ones.
+
+    A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
+    find such a kernel, set `wp.config.mode = "debug"` before its first call.
 
     **Batches.** A `vmap` is one call.  On CPUs, threads share the batch elements.  On GPUs, it is one launch per
     65,535 batch elements, so a block must not wait for a block of another element.  With `vmap_method="sequential"`,
@@ -5865,30 +5876,26 @@ def warp_kernel(
     a float.  Give such constants a type, such as `wp.float64(0.1)`.
 
     Args:
-      kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  Without a kernel,
-        `warp_kernel(outs=...)` is a decorator.
-      outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a callable that returns one, as for `numba_kernel`.  The
-        callable gets the specs of arrays, and the values as they are.  If a launch dimension is 0, outputs are zeros,
-        or the input that they are aliased to.
-      launch_dims: An int, a tuple of up to 4 ints, or a callable of the inputs that returns one: the number of threads
-        for each index of `wp.tid()`.  The callable gets JAX shapes, without batch dimensions.  By default, the
-        dimensions of the first array, not counting arrays of one element, and without the dimensions of vectors and
-        matrices.  The default is allowed if `wp.tid()` returns one index per dimension, and if every other array begins
-        with the same dimensions, or with ones.  Arrays of one element, or with fewer dimensions, may have any shape.
-        Too many threads write beyond arrays and corrupt memory.  To find out, set `wp.config.mode = "debug"` before the
-        first call.
-      block_dim: An int, the number of threads per block on GPUs.  On CPUs a block has one thread.  Default 256.
-      tiled: A bool.  True for kernels whose blocks work on tiles, as with `wp.launch_tiled`.  Then `launch_dims` counts
-        blocks, in up to 3 dimensions.  Default False.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: As for `numba_kernel`.
+      kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  If it is omitted,
+        `warp_kernel(outs=...)` is a decorator to put above `@wp.kernel`.
+      outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a function of the inputs that returns one, as for
+        `numba_kernel`.  The function gets the specs of arrays, and the values as they are.  If a launch dimension is 0,
+        new outputs are zeros, and an output that is aliased to an input has its value.
+      launch_dims: The number of threads for each index of `wp.tid()`: an int, a tuple of up to 4 ints, or a function of
+        the inputs that returns one of these.  The function gets the same arguments as `outs`.  Default: see "Launch
+        dimensions" above.
+      block_dim: The number of threads in a block on GPUs, an int.  On CPUs, a block has one thread.  Default 256.
+      tiled: Whether blocks work on tiles, as with `wp.launch_tiled`, a bool.  If True, `launch_dims` counts blocks, in
+        up to 3 dimensions.  Default False.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: See `numba_kernel`.
       zero_outputs: None, True or False.  By default (None), outputs and scratch that are not aliased to an input start
         from zeros, and a kernel that never stores to an output is rejected.  With True, they start from zeros
         without this check.  With False, they are uninitialized, which saves the time for the zeros.
-      differentiable: A bool.  True adds reverse-mode derivatives for arrays of floats, by Warp's adjoint of the kernel.
-        Only first derivatives.  Default False.
+      differentiable: Whether arrays of floats have reverse-mode derivatives, computed by Warp's adjoint of the kernel,
+        a bool.  There are only first derivatives.  Default False.
 
     Returns:
-      A function of the inputs.  Its result has the structure of `outs`.
+      A function of the inputs, `f(*inputs)`, by position or by name.  Its results have the structure of `outs`.
 
     Raises:
       TypeError: If the kernel is generic, an array has a wrong shape or dtype, the kernel writes to an input, or
@@ -5948,12 +5955,18 @@ class _WarpOptions(_Options):
 class _WarpKernel(_Wrapper):
     """A Warp kernel as a JAX function, with fixed values for some of its parameters.
 
-    The user's wrapper has no fixed values.  Its calls separate the arrays from the values.  Another `_WarpKernel`, one
-    for each combination of values, is called with the arrays:
+    The user's wrapper has no fixed values.  Its calls separate the arrays from the values, and call another
+    `_WarpKernel` with the arrays.  There is one for each combination of values:
 
         f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_inputs([x])
 
-    `params` has all parameters of the kernel, and `parameters` the names of those that are not fixed.
+    For `kernel(x, factor, out)`, the attributes are:
+
+                             the user's wrapper         the wrapper for factor=2.0
+        fixed                {}                         {"factor": 2.0}
+        parameters           ("x", "factor", "out")     ("x", "out")
+        all_parameters       ("x", "factor", "out")     ("x", "factor", "out")
+        warp_params          {name: `_WarpParam`} for all parameters, in both
     """
 
     decorator = "warp_kernel"
@@ -5967,14 +5980,14 @@ class _WarpKernel(_Wrapper):
                 f"warp_kernel takes no generic kernel. {kernel.func.__name__!r} is generic. Pass an overload, such as "
                 "wp.overload(kernel, [wp.array(dtype=float), wp.array(dtype=float)])."
             )
-        self.params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
-        self.value_names = {name for name, param in self.params.items() if not param.ndim}
-        # {parameter: value}.  An array with the value None is a null array.  Later traces need a copy, because the
-        # caller may change a struct.
+        self.warp_params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
+        self.value_names = {name for name, param in self.warp_params.items() if not param.ndim}
+        # An array with the value None is a null array.  A later trace needs the same values, and the caller may change
+        # a struct, so this is a copy.
         self.fixed = copy.deepcopy(fixed or {})
-        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.fixed))
-        self.all_parameters = tuple(self.params)
-        self.by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
+        super().__init__(kernel, options, tuple(name for name in self.warp_params if name not in self.fixed))
+        self.all_parameters = tuple(self.warp_params)
+        self.wrapper_by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if not named and not self.value_names and types.NoneType not in map(type, args):
@@ -5983,9 +5996,10 @@ class _WarpKernel(_Wrapper):
         fixed = {}
         for name in list(arguments):
             if name in self.value_names or arguments[name] is None:
-                fixed[name] = self.params[name].check_value(arguments.pop(name))
-        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than of a generator
-        wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, fixed))
+                fixed[name] = self.warp_params[name].check_value(arguments.pop(name))
+        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than from a generator
+        cache = self.wrapper_by_values
+        wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_inputs([*arguments.values()])
 
     # Pickle by reference, even if no module holds the wrapper.  A pickle by value would contain the kernel's whole
@@ -5995,22 +6009,22 @@ class _WarpKernel(_Wrapper):
     # -- options that refer to arguments ---------------------------------------------------------------
 
     def _input_index(self, key: Any, n_in: int) -> int:
-        """Return the index of an aliased input.  A key that is an index counts all arguments, including values."""
-        name = dict(enumerate(self.params)).get(key, key)
+        """Return the index of an aliased input among the arrays.  A key that is an index also counts the values."""
+        name = dict(enumerate(self.warp_params)).get(key, key)
         return super()._input_index(name, n_in)
 
-    def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
-        """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
+    def _option_value(self, name: str, ins: Sequence[Spec]) -> Any:
+        """Return the value of an option.  If it is a function, it gets all arguments of the call, including values."""
         arguments: list[Any] = list(ins)
-        for position, name in enumerate(self.params):
-            if name in self.fixed:
-                arguments.insert(position, self.fixed[name])
-        return super()._option_value(what, arguments)
+        for position, parameter in enumerate(self.warp_params):
+            if parameter in self.fixed:
+                arguments.insert(position, self.fixed[parameter])
+        return super()._option_value(name, arguments)
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _CallParams) -> _Target:
-        """Check the arrays of a call, and return what launches the kernel on them.
+        """Check the arrays of a call, and return its target.
 
         The order of the kernel's parameters is inputs, outputs, scratch.  An in-out argument is one parameter, in its
         place among the inputs.  In the call, it is two buffers: an input, and one of the first outputs.
@@ -6025,7 +6039,7 @@ class _WarpKernel(_Wrapper):
             )
         for buffer, (name, spec) in enumerate(zip(names, specs)):
             role = "input" if buffer < n_in else "output" if buffer < n_in + call.n_results else "scratch"
-            self.params[name].check_array(spec, "in-out" if name in self.in_outs else role)
+            self.warp_params[name].check_array(spec, "in-out" if name in self.in_outs else role)
         # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
         _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of, inputs_are_readonly=False)
@@ -6035,17 +6049,17 @@ class _WarpKernel(_Wrapper):
     def _make_target(
         self, call: _CallParams, buffer_of: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
     ) -> _WarpTarget:
-        """Return what launches the kernel, or its adjoint, on the buffers of a call.
+        """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
-          call: the `_CallParams`.
-          buffer_of: {(parameter, "data" or "grad"): index of the buffer that the parameter's array gets}.
-          user_ins: the specs of the user's inputs, for options that are callables.
+          call: the call, without a target.
+          buffer_of: {(parameter, "data" or "grad"): index of the buffer of the array or of its gradient}.
+          user_ins: the specs of the user's inputs, for options that are functions.
         """
         specs = call.ins + call.outs
         arrays = []
         for (name, field), buffer in buffer_of.items():
-            arrays.append(_WarpArray(name, field, buffer, self.params[name].array_dims(specs[buffer].shape)))
+            arrays.append(_WarpArray(name, field, buffer, self.warp_params[name].array_dims(specs[buffer].shape)))
         launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
         condition = ", if the kernel changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
@@ -6079,13 +6093,16 @@ class _WarpKernel(_Wrapper):
     # -- launch dimensions -----------------------------------------------------------------------------
 
     def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
+        """Return the dimensions of a launch in threads, or in blocks if it is tiled.
+
+        `array_dims` has the dimensions of each array, without those of its elements.
+        """
         launch_dims = self._option_value("launch_dims", user_ins)
-        accesses = _warp_store_analysis(self.kernel)
+        analysis = _warp_store_analysis(self.kernel)
         shown = f"launch_dims={launch_dims}"
         is_default = launch_dims is None
         if is_default:
-            launch_dims = self._default_launch_dims(array_dims, n_arguments=len(user_ins) + len(self.fixed))
+            launch_dims = self._default_launch_dims(user_ins, array_dims)
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
         most_dims = _WARP_MAX_DIMS - self.options.tiled
         problem = (
@@ -6095,25 +6112,29 @@ class _WarpKernel(_Wrapper):
         )
         dims = _ints(launch_dims, problem)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        has_blocks = self.options.tiled or accesses.uses_tiles
-        if is_default or (accesses.n_indices and not has_blocks):
-            _check_n_indices(self.title, shown, len(dims), accesses.n_indices, "wp.tid()")
+        has_blocks = self.options.tiled or analysis.uses_tiles
+        if is_default or (analysis.n_indices and not has_blocks):
+            _check_n_indices(self.title, shown, len(dims), analysis.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(problem)
         return dims
 
-    def _default_launch_dims(self, array_dims: Mapping[str, tuple[int, ...]], n_arguments: int) -> tuple[int, ...]:
+    def _default_launch_dims(
+        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int, ...]:
         """Return the dimensions of the first array, if every other array begins with the same dimensions, or with ones.
 
-        If they differ, any choice might leave out elements or write beyond an array.  Two kinds of arrays are exempt:
-        those of one element (a parameter, or a total), and those with fewer dimensions (a value for each row).
+        If they differ, any choice might leave out elements or write beyond an array.  For example, the first array has
+        the dimensions (4, 5).  Then another array may have (4, 5, 7) or (1, 1, 7), but not (5, 4).  Two kinds of arrays
+        may have any dimensions: those of one element (a parameter, or a total), and those with fewer dimensions (a
+        value for each row).
         """
         counted = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
         first, first_dims = next(iter((counted or array_dims).items()), ("", ()))
         n_dims = len(first_dims)
         for name, dims in counted.items():
             if len(dims) >= n_dims and dims[:n_dims] not in (first_dims, (1,) * n_dims):
-                shown = ", ".join(self.all_parameters[:n_arguments])
+                shown = ", ".join(self._argument_names(user_ins))
                 raise ValueError(
                     f"{self.title}: launch_dims may be omitted only if all arrays begin with the same dimensions. "
                     f"{first!r} has {first_dims}, and {name!r} has {dims}. "
@@ -6137,11 +6158,10 @@ class _WarpKernel(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))])
         call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
+        results = call.bind(_make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))]))
         float_inputs = _float_indices(args)
-        results = call.bind(operands)
-        gradients = results[len(results) - len(float_inputs) :]
+        gradients = results[len(results) - len(float_inputs) :]  # they come last (`_resolve_adjoint`)
         cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
         for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
@@ -6151,10 +6171,10 @@ class _WarpKernel(_Wrapper):
         """Return the call of the adjoint.
 
         Warp's adjoint gets the data of all arrays, the gradients of the outputs (the cotangents), and the gradients of
-        the inputs, to which it adds.  It also overwrites some of what it gets: the cotangents, and arrays to which the
-        kernel writes in helpers, because it runs the helpers again.  So these are operands aliased to results:
+        the inputs, to which it adds.  It overwrites the cotangents.  It also runs helpers again, so it overwrites the
+        arrays to which they store.  The overwritten arrays are operands that are aliased to results:
 
-            (inputs, outputs, cotangents)  ->  (copies of what is overwritten, gradients of the inputs)
+            (inputs, outputs, cotangents)  ->  (overwritten arrays, gradients of the inputs)
         """
         n_in = len(args)
         names = self.parameters
@@ -6174,10 +6194,11 @@ class _WarpKernel(_Wrapper):
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
-        # An overwritten array has two buffers, an operand and a result, in the same memory.  Either index is right.
+        # An overwritten array has two buffers, an operand and a result.  They have the same memory, so either index is
+        # right.
         buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
         target = self._make_target(call, buffer_of, args)
-        _warn_of_stale_values(self.kernel, self.params, self.title)
+        _warn_of_stale_values(self.kernel, self.warp_params, self.title)
         return dataclasses.replace(call, target=target)
 
 
@@ -6193,10 +6214,10 @@ def _float_indices(arrays: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
-    """Hold the lock of Warp, and yield the initialized module.
+    """Hold the lock of Warp, and yield the initialized package `warp`.
 
-    Warp's builds of modules are not thread-safe.  Warp prints no messages, unless the user has made it more verbose
-    than INFO, its default.
+    The lock is needed because Warp's builds of modules are not thread-safe.  While it is held, Warp prints only
+    warnings, unless the user has changed the log level from INFO, its default.
     """
     wp = _import("warp", "warp_kernel", _WARP_INSTALL)
     with _WARP_LOCK:
@@ -6266,21 +6287,27 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 @dataclasses.dataclass
 class _WarpParam:
-    """A parameter of a kernel: an array, or a value."""
+    """A parameter of a kernel, which takes an array or a value, and the checks of its argument.
 
-    title: str  # for error messages
+    For example, `x: wp.array2d(dtype=wp.vec3)` takes a JAX array float32[:,:,3].
+    """
+
+    title: str  # for error messages: "warp_kernel 'f': argument 'x'"
     type: Any  # Warp's type
-    dtype: np.dtype | None  # of the scalars; None for a struct
-    element_shape: tuple[int, ...]  # () for scalars, (3,) for vec3
-    ndim: int  # number of dimensions of an array, without those of its elements; 0 for a value
+    dtype: np.dtype | None  # of the scalars: float32; None for a struct
+    element_shape: tuple[int, ...]  # (3,); () if the elements are scalars
+    ndim: int  # number of dimensions of the array, without those of its elements: 2; 0 for a value
 
     def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the dimensions of an array, without those of its elements.  An input of one element may omit them."""
+        """Return the dimensions of an array of this shape, without those of its elements.
+
+        An input of one element may omit them.  Then they are ones.
+        """
         dims = shape[: len(shape) - len(self.element_shape)]
         return tuple(dims) or (1,) * self.ndim
 
     def __str__(self) -> str:
-        """The parameter as a JAX array: float32[:,3]."""
+        """Return the JAX array that the parameter takes, such as float32[:,3], or the type of its value."""
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * self.ndim + [*map(str, self.element_shape)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
@@ -6288,7 +6315,7 @@ class _WarpParam:
     # -- values --
 
     def check_value(self, value: Any) -> Any:
-        """Return a value for the parameter as Warp can take it, or raise an error."""
+        """Return an argument that is passed by value, in a form that Warp takes.  Raise an error if it does not fit."""
         if isinstance(value, jax.core.Tracer):
             element = f"wp.{self.dtype}" if self.dtype and not self.element_shape else "..."
             raise self._error(
@@ -6299,12 +6326,12 @@ class _WarpParam:
                 "jax.jit(f, static_argnums=...)",
             )
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
-            # Warp would read the memory of any object as this struct.
+            # Warp does not check this: it would read the memory of any object as this struct.
             raise self._error(TypeError, value, f"Pass an instance of {self.type.key}")
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             for number in _python_numbers(value).ravel():
-                # Warp would wrap around.
+                # Warp does not check this: the number would wrap around.
                 if isinstance(number, (int, np.integer)) and not limits.min <= number <= limits.max:
                     raise self._error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
         return np.asarray(value) if isinstance(value, jax.Array) else value
@@ -6312,7 +6339,7 @@ class _WarpParam:
     # -- arrays --
 
     def check_array(self, spec: Spec, role: str) -> None:
-        """Raise an error if an array of this spec cannot be the argument.
+        """Raise an error if the parameter cannot take an array of this spec.
 
         `role` is "input", "in-out", "output" or "scratch".
         """
@@ -6324,8 +6351,8 @@ class _WarpParam:
         if not has_all_dims and spec.shape != self.element_shape:
             raise self._error(TypeError, spec, self._shape_fix(spec, role))
         if not has_all_dims and self.element_shape and role != "input":
-            # float32[3] can mean one vec3, or, by mistake, three of them (`outs=lambda x: x`).  In the second case, the
-            # kernel would write beyond the buffer.
+            # An output float32[3] can mean one vec3, or, by mistake, three of them (`outs=lambda x: x`).  In the second
+            # case, the kernel would write beyond the buffer.
             one = (1,) * self.ndim + self.element_shape
             reshape = f", and reshape the input: x.reshape{one}" if role == "in-out" else ""
             fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
@@ -6372,7 +6399,7 @@ def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
 
 
 def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
-    """Return the description of one of Warp's arguments, or raise an error if it is not supported."""
+    """Return the `_WarpParam` for one of `kernel.adj.args`, or raise an error if its type is not supported."""
     title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
     warp_type = argument.type
     scalars = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
@@ -6380,9 +6407,10 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    # False for arrays of structs, which JAX lacks, and for structs with arrays, whose pointers no handler replaces.
-    is_struct_without_arrays = hasattr(element, "vars") and not _contains_arrays(warp_type)
-    if dtype is None and not is_struct_without_arrays:
+    # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
+    # arrays, whose pointers the handler would not replace.
+    is_struct_value = hasattr(element, "vars") and not _contains_arrays(warp_type)
+    if dtype is None and not is_struct_value:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
             f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
@@ -6392,13 +6420,13 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
 
 
 def _contains_arrays(warp_type: Any) -> bool:
-    """Return whether a type is that of an array, or of a struct that contains one."""
+    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
     fields = getattr(warp_type, "vars", {}).values()
     return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
 
 
 def _python_numbers(value: Any) -> np.ndarray:
-    """Return the numbers of a value as an array of Python objects.  Warp's scalars have theirs in `value`."""
+    """Return the numbers of a value as an array of Python objects.  A scalar of Warp has its number in `value`."""
     return np.asarray(getattr(value, "value", value), object)
 
 
@@ -6436,15 +6464,25 @@ def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     return _WARP_ACCESSES.get(content) or _WARP_ACCESSES.keep(content, _StoreAnalysis(kernel, given))
 
 
-# A deferred static is a `wp.static(table[j])` with the variable j of a loop.  Warp evaluates it only when it builds the
-# kernel.  Before that, it hashes all kernels of the module without the value, and builds one kernel for each hash.  If
-# `table` is a tuple, list or other object that Warp does not hash, kernels of a factory that differ only in `table`
-# have equal hashes.  Warp builds one of them, at random.  The others have no `deferred_static_expressions`,
-# and may run its code (Warp 1.14 to 1.19, also with `wp.launch`).
+# Warp evaluates most calls of `wp.static` when it creates a kernel, but not those that use the variable of a loop:
+#
+#     def make(table):
+#         @wp.kernel
+#         def f(out: wp.array(dtype=float)):
+#             for j in range(2):
+#                 out[j] = wp.static(table[j])     # a deferred static
+#         return f
+#
+#     f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
+#
+# Warp evaluates a deferred static when it builds the module.  Before that, it hashes the kernels.  The hash covers
+# neither the values of deferred statics nor `table`, if that is a tuple, a list or another object that Warp does not
+# hash.  So `f` and `g` have the same hash, and Warp builds only one of them, at random.  The other one has no
+# `deferred_static_expressions`, and may run the code of the first (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
-    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`.
+    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
     The caller has updated the kernels of the module (`_warp_content`).
     """
@@ -6463,7 +6501,7 @@ def _warn_of_deferred_static(kernel: Any, title: str) -> None:
 
 
 def _captured_key(function: Any) -> tuple:
-    """Return a key of the values that a function captures, except Warp functions, which Warp hashes itself."""
+    """Return a key of the values that a function captures, except for Warp functions, which Warp hashes itself."""
     values = _captured_values(function)
     return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
