@@ -1007,7 +1007,7 @@ class _Target:
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
             with _fall_back_to_per_slice(self.title):
-                compiled.batch_launch.prepare(grid=self.launch[:3], block=self.launch[3:6])
+                compiled.batch_launch.compile_once(grid=self.launch[:3], block=self.launch[3:6])
         return self
 
 
@@ -4803,13 +4803,16 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, funct
 # CUDA's driver API, and writes a handler that launches it.  Section 6 calls `_write_cuda_copy_or_zero` and
 # `_write_stream_and_device` of 9.3, for outputs and for Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
+# A launch configuration is a tuple of 7 integers: grid (x, y, z), block (x, y, z), shared_mem.  The launch attribute of
+# a call begins with it.
+#
 # What a new version of these packages may break:
 # - With an error: `compile`, `targetoptions`, `py_func` and `_can_compile` of dispatchers; `_codelibrary` and
 #   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `cuda.gpus`, `from_cuda_array_interface`,
 #   `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the simulator.
 # - Silently: the layout of parameters, launches that need more than cuLaunchKernel (`check_launch`), the PTX of code
-#   that depends on z (`_USES_Z`), whether compiled code keeps arrays alive, and whether XLA makes the context of the
-#   call's device current.  Run the tests named test_fakecuda before a version counts as supported.
+#   that depends on z (`_PTX_MAY_DEPEND_ON_Z`), whether compiled code keeps arrays alive, and whether XLA makes the
+#   context of the call's device current.  Run the tests named test_fakecuda before a version counts as supported.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16, 1), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
@@ -4821,9 +4824,9 @@ _CUDA_LIMIT_FIXES = {
     "block": "Use smaller blocks and a larger grid.",
     "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
 }
-_CUDA_LAUNCH_WORDS = 7  # grid (x, y, z), block (x, y, z), shared_mem: the first integers of the attribute `launch`
+_CUDA_LAUNCH_WORDS = 7  # integers of a launch configuration
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
-_CUDA_WHERE = (
+_CUDA_PLATFORM_PHRASE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
     "CPUs. For compiled code on CPUs, use numba_kernel"
 )
@@ -4860,8 +4863,8 @@ def numba_cuda_kernel(
     Inputs are read-only.  Machine code launches the kernel on XLA's stream, without Python and the GIL.  XLA may
     capture the launch in a CUDA graph.  Without a GPU, a program can still be lowered for CUDA and exported.
 
-    `vmap` launches the kernel once for up to 65,535 slices.  The slices are the blocks along z, so blocks of different
-    slices must not wait for each other.  In these cases each slice is a launch of its own, in order:
+    `vmap` launches the kernel once for up to 65,535 batch elements.  Each block along z runs one of them, so a block
+    must not wait for a block of another element.  In these cases there is a launch per batch element, in order:
 
     - `vmap_method="sequential"`;
     - a grid with several blocks along z;
@@ -4951,8 +4954,8 @@ def numba_cuda_callable(
       explicit signatures for arrays, because numba-cuda passes only writable arrays to such a helper.
     - Do not use the arguments after the call, and do not call JAX.
 
-    The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
-    Without a GPU, a program can still be lowered for CUDA.
+    The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
+    element.  Without a GPU, a program can still be lowered for CUDA.
 
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
@@ -5001,7 +5004,7 @@ def _ints(value: Any, error_text: str) -> tuple:
 
 
 def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_error: str) -> int:
-    """Return a value as an int.  Raise an error if it is not one, or is out of range."""
+    """Return the value of an option as an int.  Raise an error if it is not an int, or is out of range."""
     error_text = f"{name} must be an int from {minimum} to {maximum}; got {value!r}{rest_of_error}"
     [number] = _ints((value,), error_text)
     if not minimum <= number <= maximum:
@@ -5010,9 +5013,9 @@ def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_err
 
 
 def _dim3(name: str, value: Any, origin: str = "") -> tuple:
-    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices.
+    """Return the sizes (x, y, z) that an option gives as an int or as one to three ints.  Check CUDA's limits.
 
-    `origin` says in errors what the value was computed from.
+    `origin` is a part of errors.  It says from which option the value was computed.
     """
     error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
     sizes = _ints(value, error_text)
@@ -5056,6 +5059,7 @@ class _CudaWrapper(_NumbaWrapper):
     """The wrapper of a Numba CUDA kernel or of a callable."""
 
     def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        """Return the results of the call as a list, after moving aliased operands to the memory of the device."""
         operands = list(args)
         call = self._resolve_call(ins, outs)
         for i, _ in call.aliases:
@@ -5073,8 +5077,8 @@ class _CudaWrapper(_NumbaWrapper):
           package: the package of the kernels.
           call: the call, without a target.
           compile_handler: compiles the handler of a `_Signature`, or returns None if this process only lowers programs.
-          freezes_globals: whether the handler contains the values of globals.
-          key: all that decides what `compile_handler` does, besides the kernel and the signature.
+          freezes_globals: whether the handler contains the values of globals, instead of reading them in each call.
+          key: all that determines the result of `compile_handler`, besides the kernel and the signature.
         """
         _import("numba", self.decorator, _CUDA_INSTALL)  # raises an error that says what to install
         self._check_dtypes(call, _CUDA_DTYPES, why_not="that Numba CUDA has no arrays of")
@@ -5083,7 +5087,7 @@ class _CudaWrapper(_NumbaWrapper):
         specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
         compile_for_signature = functools.partial(compile_handler, signature)
         name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
-        return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_WHERE)
+        return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
 class _CudaKernel(_CudaWrapper):
@@ -5100,10 +5104,10 @@ class _CudaKernel(_CudaWrapper):
         if not callable(options.launch_dims):
             self._launch_configuration([])  # raises an error for wrong options
 
-    def __getitem__(self, launch: Any) -> Any:
+    def __getitem__(self, config: Any) -> Any:
         raise TypeError(
-            f"{self.title} is called as a function of its inputs, without [grid, block]; got [{launch}]. Its launch is "
-            "given when the wrapper is created: numba_cuda_kernel(kernel, outs, grid=..., block=...)."
+            f"{self.title} is called as a function of its inputs, without [grid, block]; got [{config}]. Give the grid "
+            "and the block when you create the wrapper: numba_cuda_kernel(kernel, outs, grid=..., block=...)."
         )
 
     def _find_target(self, call: _CallParams) -> _Target:
@@ -5192,7 +5196,7 @@ class _CudaCallable(_CudaWrapper):
         return self._find_cuda_target(package, call, compile_handler, False)
 
 
-# {what the packages and NumPy report: the problem and the fix}
+# {regular expression of an error of a package or of NumPy: the problem and the fix}
 _CALLABLE_ERRORS = {
     "Cannot modify readonly array|setitem\\(readonly array|destination is read-only": (
         "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one. Write to an "
@@ -5206,7 +5210,7 @@ _CALLABLE_ERRORS = {
 }
 
 
-def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch: int) -> None:
+def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch_address: int) -> None:
     """Call the function of a `numba_cuda_callable`.  `title` names it in errors."""
     try:
         returned = func(*arrays, stream)
@@ -5223,15 +5227,15 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 
 
 # -- 9.2 The packages that compile kernels ------------------------------------------------------------
-# All that differs between numba-cuda, numba-cuda-mlir and the simulator.
+# The differences between numba-cuda, numba-cuda-mlir and the simulator.
 
 
 class _NumbaCuda:
-    """The package numba-cuda, or the CUDA target that is part of Numba.  The base class of the other packages."""
+    """The package numba-cuda, or the CUDA target that is a part of Numba.  The other two are subclasses."""
 
     module = "numba.cuda"
     platform = "cuda"
-    adapter_inline = "never"  # the option `inline` of the user's kernel as a device function of the adapter
+    adapter_inline = "never"  # the option `inline` of a kernel that is called by another kernel (`adapted`)
 
     @property
     def cuda(self) -> Any:
@@ -5248,33 +5252,35 @@ class _NumbaCuda:
     ) -> _CompiledHandler:
         """Compile a kernel and its handler.
 
-        The handler launches once per slice, until `_CudaBatch.prepare` swaps in the batch launch.
+        The handler launches the kernel once per slice, until `_CudaBatch.compile_once` makes it launch once per batch.
         """
+        # A batch launch is compiled later.  Its code must contain the same captured values.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
         launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature)
-        handler = _compile_handler(signature, _CudaEmitter(self, launcher))
+        compiled = _compile_handler(signature, _CudaEmitter(self, launcher))
 
         def compile_for_batch() -> tuple:
             if in_order:
                 raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
-            if uses_z := _USES_Z.search(launcher.ptx):
+            if uses_z := _PTX_MAY_DEPEND_ON_Z.search(launcher.ptx):
                 raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
             if names := _device_arrays_written_by(kernel):
                 raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
             batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
             batch_map = argument_map._replace(slice_ranks=signature.ranks)
             batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
-            if _fingerprint(kernel) != first_fingerprint:
+            if _fingerprint(kernel) != first_fingerprint:  # checked last, because compiling reads the captured values
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
+            emitter = _CudaEmitter(self, batch_launcher, compiled.data.inner_loop)
             return _compile_handler(signature, emitter), batch_launcher.max_threads
 
-        return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
+        return compiled._replace(batch_launch=_CudaBatch(compiled, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
-        """Return the kernel itself if it takes all buffers and is not fixed to explicit signatures.
+        """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature.
 
-        Otherwise, return a new dispatcher.
+        This is the user's kernel itself, if possible.  Otherwise it is a new kernel: the adapter of the argument map,
+        which calls the user's kernel as a device function; or a copy without the explicit signatures of the original.
         """
         is_plain = argument_map.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
@@ -5315,14 +5321,14 @@ class _NumbaCuda:
             raise _compile_error(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
-        """Raise a TypeError if cuLaunchKernel, with the parameters that a handler passes, cannot launch a kernel."""
+        """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
         n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
         entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_params}}}\s*\)"
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters in a layout that this version of {self.module} has changed": not re.search(
+            f"parameters in an unknown layout (this version of {self.module} has another one)": not re.search(
                 entry_with_params, ptx
             ),
         }
@@ -5335,21 +5341,21 @@ class _NumbaCuda:
                 )
 
     def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
-        """Return the PTX, the name of its entry, and the machine code for the current device."""
+        """Return the PTX, the name of the kernel in it, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         cubin = getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
         return library.get_asm_str(), compiled.entry_name, cubin
 
     def params(self, array: _SliceArray) -> list:
-        """Return an array as the integers that a kernel takes."""
+        """Return the integers that a kernel takes for an array."""
         return _numba_array_members(array)
 
     # -- running --
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
-        """Make the primary context of a device current.  XLA uses the primary context, too."""
+        """Make the primary context of a device current, which is also the one that XLA uses."""
         with _GPUS_LOCK:
             device = self.cuda.gpus[ordinal]
         device.__enter__()
@@ -5361,13 +5367,13 @@ class _NumbaCuda:
                 device.__exit__(None, None, None)
 
     def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run(arrays, stream, launch)` in Python for each slice.
+        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
 
-        `read_only` has the numbers of the buffers that `run` gets as read-only arrays.  `launch` is the address of the
-        attribute `launch`.
+        `read_only` has the indices of the buffers that `run` gets as read-only arrays.  `launch_address` is the address
+        of the launch attribute.
         """
 
-        def body(buffers: list, launch: int, stream: int, ordinal: int) -> None:
+        def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
@@ -5375,7 +5381,7 @@ class _NumbaCuda:
                     interface["stream"] = stream  # the default stream for copies and fills of the array
                     array = self.cuda.from_cuda_array_interface(interface, sync=False)
                     arrays.append(_as_read_only(array) if k in read_only else array)
-                run(arrays, self.cuda.external_stream(stream), launch)
+                run(arrays, self.cuda.external_stream(stream), launch_address)
 
         return _CallbackEmitter(signature, body, _LibCuda())
 
@@ -5429,7 +5435,7 @@ class _NumbaCudaMlir(_NumbaCuda):
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
     def params(self, array: _SliceArray) -> list:
-        """Return an array as the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
+        """Return the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
@@ -5452,16 +5458,16 @@ class _CudaSimulator(_NumbaCuda):
         launched = types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__)
         simulated = self.cuda.jit(launched)
 
-        def run(arrays: list, stream: Any, launch: int) -> None:
-            words = _read_launch(launch)
-            simulated[words[:3], words[3:6], stream, words[6]](*arrays)
+        def run(arrays: list, stream: Any, launch_address: int) -> None:
+            config = _read_launch_config(launch_address)
+            simulated[config[:3], config[3:6], stream, config[6]](*arrays)
 
         return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
     def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list, launch: int, *_: int) -> None:
+        def body(buffers: list, launch_address: int, *_: int) -> None:
             # Kernels run on copies, because threads of the simulator continue after an interrupt, when XLA's memory
             # is freed.
             views = []
@@ -5475,7 +5481,7 @@ class _CudaSimulator(_NumbaCuda):
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in read_only
             with _CUDASIM_LOCK:
-                run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch)
+                run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch_address)
             for k in range(signature.n_in, len(views)):
                 views[k][...] = copies[k]
 
@@ -5506,22 +5512,24 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel or of a module that the callable captures.  If it captures none, because its kernels
-    are elsewhere, this is the package that is imported.  Otherwise, this is numba-cuda-mlir if it is installed.
+    This is the package of a kernel, or of a module `cuda`, that the callable captures.  If it captures none, this is
+    the package that is imported.  If none or both are imported, this is numba-cuda-mlir if it is installed.
     """
     packages = [_CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA, _NUMBA_CUDA_MLIR]
     if importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim():
         packages.reverse()
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
-    # `max` prefers what is captured, then what is imported, then the first package.
+    # `max` prefers a captured package, then an imported one, then the first.
     return max(packages, key=lambda package: (package in captured, package.module in sys.modules))
 
 
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel, except the layout of parameters (`params`) and `_USES_Z`.  A function named `_write_...` writes
-# instructions of the handler; its arguments and results are values in the handler.
+# compiled a kernel, except for the layout of parameters (`params`) and `_PTX_MAY_DEPEND_ON_Z`.
+#
+# As in section 6, functions with a parameter `ir` (the builder) run once, to generate code of a handler.  Their
+# docstrings describe the generated code: "Load x" means that the handler loads x in each call.
 
 
 # cuda.h: CUfunction_attribute and CUdevice_attribute
@@ -5551,16 +5559,14 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded_limits_text(self, function: int, launch: tuple) -> str:
+    def exceeded_limits_text(self, function: int, config: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
+        n_threads, shared_mem = math.prod(config[3:6]), config[6]
+        threads_text = "threads in a block, because of its registers or launch bounds"
         for attribute, size, what in (
-            (
-                _FUNC_MAX_THREADS_PER_BLOCK,
-                math.prod(launch[3:6]),
-                "threads in a block, because of its registers or launch bounds",
-            ),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, launch[6], "bytes of dynamic shared memory"),
+            (_FUNC_MAX_THREADS_PER_BLOCK, n_threads, threads_text),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, shared_mem, "bytes of dynamic shared memory"),
         ):
             with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
                 limit = self.function_attribute(function, attribute)
@@ -5578,7 +5584,10 @@ class _LibCuda:
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
     def get(self, kind: Any, name: str, *args: Any) -> int:
-        """Call a function of the driver that stores a result of a C type to its first argument.  Return the result."""
+        """Call a function of the driver, whose first argument is a pointer to its result.  Return the result.
+
+        `kind` is the C type of the result.
+        """
         result = kind()
         self.call(name, ctypes.byref(result), *args)
         return result.value or 0  # the value of a null pointer is None
@@ -5593,7 +5602,10 @@ class _LibCuda:
             self.call("cuCtxSetCurrent", _PTR(context))
 
     def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
-        """Load machine code in the current context.  Return the CUfunction `entry`, with all shared memory allowed."""
+        """Load machine code in the current context, and return the CUfunction `entry`.
+
+        Its launches may have as much dynamic shared memory as the device allows.
+        """
         module = self.get(_PTR, "cuModuleLoadData", cubin)
         function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
         max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
@@ -5603,14 +5615,13 @@ class _LibCuda:
 
 
 _SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
-# PTX of a kernel that reads z of its blocks or grid, uses clusters, or calls external functions that may do so.  Then
-# the blocks along z cannot be slices.
-_USES_Z = re.compile(
+# Finds the PTX of kernels for which the blocks along z cannot be slices: they read z of their blocks or grid, use
+# clusters, or call external functions that may do so.
+_PTX_MAY_DEPEND_ON_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
     r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
 )
-# The fingerprint of each kernel at its first compilation.  A batch is compiled later; if a captured value changed in
-# between, both kernels would differ.
+# {kernel: its fingerprint at its first compilation}
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
@@ -5622,51 +5633,51 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     return [name for name in names if analysis.has_opaque_code or analysis.stores[_GLOBAL_PREFIX + name]]
 
 
-def _write_xla_query(handler: _HandlerBuilder, frame: _StructPointer, function: str, kind: Any) -> Any:
-    """Call a function of XLA's API that fills in a struct.  If it fails, the handler returns its error."""
-    args = handler.new_struct(kind, ctx=frame.ctx)
-    error = handler.call_api(frame, function, args)
-    handler.ret(error, when=error)
+def _write_xla_query(ir: _HandlerBuilder, frame: _StructPointer, function: str, args_struct: Any) -> Any:
+    """Call a function of XLA's API that fills in its struct of arguments.  If it fails, return its error to XLA."""
+    args = ir.new_struct(args_struct, ctx=frame.ctx)
+    error = ir.call_api(frame, function, args)
+    ir.ret(error, when=error)
     return args
 
 
-def _write_stream(handler: _HandlerBuilder, frame: _StructPointer) -> _Int64:
+def _write_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
     """Get the stream of the call."""
-    return _write_xla_query(handler, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+    return _write_xla_query(ir, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
 
-def _write_stream_and_device(handler: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
+def _write_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
     """Get the stream and the CUDA ordinal of the call."""
-    ordinal = _write_xla_query(handler, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return _write_stream(handler, frame), ordinal
+    ordinal = _write_xla_query(ir, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return _write_stream(ir, frame), ordinal
 
 
 def _write_cuda_copy_or_zero(
-    handler: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, destination: _Int64, source: Any, nbytes: _Int64
+    ir: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, destination: _Int64, source: Any, nbytes: _Int64
 ) -> None:
     """Copy `source` to `destination`, or write zeros if `source` is the Python integer 0.
 
     This happens on the stream of the call, so that CUDA graphs can capture it.
     """
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
-    code = handler.call(libcuda.address(function), destination, source, nbytes, _write_stream(handler, frame))
-    text = f"{function} failed while it initialized an output of kernel '{handler.signature.label}'"
-    handler.fail(frame, handler.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
+    code = ir.call(libcuda.address(function), destination, source, nbytes, _write_stream(ir, frame))
+    text = f"{function} failed while it initialized an output of kernel '{ir.signature.label}'"
+    ir.fail(frame, ir.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
 
 
-def _write_launch_loads(handler: _HandlerBuilder, frame: _StructPointer) -> list[_Int64]:
-    """Load the launch configuration of the call: grid, block, shared_mem."""
-    first = handler.launch_attribute(frame)
-    return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+def _write_launch_config_loads(ir: _HandlerBuilder, frame: _StructPointer) -> list[_Int64]:
+    """Load the launch configuration of the call."""
+    first = ir.launch_attribute(frame)
+    return [ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
 
-def _read_launch(address: int) -> tuple:
-    """Return the launch configuration at an address (in Python): grid, block, shared_mem."""
+def _read_launch_config(address: int) -> tuple:
+    """Return the launch configuration at an address.  This runs in Python, in a call."""
     return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _CudaLauncher:
-    """A kernel that is loaded on each GPU, and the instructions of a handler that launch it on XLA's stream."""
+    """A kernel that is loaded on each GPU, and generated code that launches it on XLA's stream."""
 
     def __init__(
         self,
@@ -5681,43 +5692,44 @@ class _CudaLauncher:
         self.libcuda = libcuda
         self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
         self.ptx = ptx
-        self.max_threads = max_threads  # that a block of the kernel can have on every GPU
+        self.max_threads = max_threads  # the most threads that a block of the kernel can have on every GPU
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
             self.functions[ordinal] = function
 
-        def report(code: int, function: int, address: int) -> int:
-            launch = _read_launch(address)
-            shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
-            exceeded = libcuda.exceeded_limits_text(function, launch)
+        def report(code: int, function: int, launch_address: int) -> int:  # runs in Python, if a launch has failed
+            config = _read_launch_config(launch_address)
+            shown = f"grid={config[:3]}, block={config[3:6]}, shared_mem={config[6]}"
+            exceeded = libcuda.exceeded_limits_text(function, config)
             text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
             return _store_error_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
-    def write_launch_setup(self, handler: _HandlerBuilder, frame: _StructPointer) -> Callable:
-        """Write the instructions that all launches of a call share.  Return a function that writes one launch.
+    def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
+        """Load what all launches of a call share.  Return a Python function that generates the code of one launch.
 
-        That function takes the addresses of the kernel's parameters, and optionally another z of the grid.
+        The Python function takes the addresses of the kernel's parameters, and optionally another z of the grid.
         """
-        stream, ordinal = _write_stream_and_device(handler, frame)
-        function = handler.load(ordinal * 8 + ctypes.addressof(self.functions))
-        x, y, z, *block_and_shared_mem = _write_launch_loads(handler, frame)
+        stream, ordinal = _write_stream_and_device(ir, frame)
+        function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
+        x, y, z, *block_and_shared_mem = _write_launch_config_loads(ir, frame)
 
         def write_launch(params: list, z: Any = z) -> None:
-            args = function, x, y, z, *block_and_shared_mem, stream, handler.array(params), 0
-            code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
-            with handler.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
-                handler.fail(frame, handler.call(self.report, code, function, handler.launch_attribute(frame)))
+            args = function, x, y, z, *block_and_shared_mem, stream, ir.array(params), 0
+            code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
+            with ir.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
+                ir.fail(frame, ir.call(self.report, code, function, ir.launch_attribute(frame)))
 
         return write_launch
 
 
 class _CudaEmitter(_Emitter):
-    """Launches a kernel once for each slice, or in a batch launch once for many slices, the blocks along z.
+    """An emitter of code that launches a kernel: once per slice, or in a batch launch once for many slices.
 
-    The kernel of a batch launch takes arrays whose first dimension is the slice.  If a call has several blocks along z,
-    or more threads in a block than this kernel can have, each slice is a launch of another kernel.
+    In a batch launch, the blocks along z are the slices.  Its kernel takes arrays whose first dimension is the slice.
+    If a call has several blocks along z, or more threads in a block than this kernel can have, the code calls that of
+    the handler that launches once per slice.
     """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
@@ -5728,32 +5740,33 @@ class _CudaEmitter(_Emitter):
         Args:
           package: the package that has compiled the kernel.
           launcher: the kernel.
-          per_slice_loop: for a batch launch, the address of `inner_loop` of the handler that launches each slice.
+          per_slice_loop: for batch launches, the address of `inner_loop` of the handler that launches once per slice;
+            otherwise 0.
         """
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
         self.per_slice_loop = per_slice_loop
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         if self.per_slice_loop:
-            launch = _write_launch_loads(handler, frame)
-            grid_has_z = launch[2] > 1
-            has_too_many_threads = math.prod(launch[3:6]) > self.launcher.max_threads
-            with handler.if_(grid_has_z | has_too_many_threads, likely=False):
-                handler.ret(handler.call(self.per_slice_loop, frame, buffers, count))
-        write_launch = self.launcher.write_launch_setup(handler, frame)
+            config = _write_launch_config_loads(ir, frame)
+            grid_has_z = config[2] > 1
+            has_too_many_threads = math.prod(config[3:6]) > self.launcher.max_threads
+            with ir.if_(grid_has_z | has_too_many_threads, likely=False):
+                ir.ret(ir.call(self.per_slice_loop, frame, buffers, count))
+        write_launch = self.launcher.write_launch_setup(ir, frame)
         if self.per_slice_loop:
-            with handler.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-                write_launch(self._params(handler, arrays), z=n_slices)
+            with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+                write_launch(self._store_params(ir, arrays), z=n_slices)
         else:
-            with handler.each_slice(buffers, count) as arrays:
-                write_launch(self._params(handler, arrays))
+            with ir.each_slice(buffers, count) as arrays:
+                write_launch(self._store_params(ir, arrays))
 
-    def _params(self, handler: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list:
-        """Store the kernel's parameters in memory, and return their addresses."""
+    def _store_params(self, ir: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list:
+        """Store the kernel's parameters on the stack, and return their addresses."""
         params = [word for array in arrays for word in self.package.params(array)]
-        first = handler.array(params)
+        first = ir.array(params)
         return [first + 8 * i for i in range(len(params))]
 
 
@@ -5763,19 +5776,21 @@ class _CudaBatch:
     The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(self, handler: _CompiledHandler, compile_for_batch: Callable) -> None:
-        self.handler = handler  # launches each slice, until `prepare` succeeds
-        self.compile_for_batch = compile_for_batch  # returns a handler, and the threads that its blocks can have
-        self.was_tried = False  # a failure was logged, and is not repeated
-        self.max_threads = _CUDA_MAX_THREADS  # in a block of the batch launch
+    def __init__(self, per_slice_handler: _CompiledHandler, compile_for_batch: Callable) -> None:
+        self.per_slice_handler = per_slice_handler  # the registered handler, which launches once per slice
+        self.compile_for_batch = compile_for_batch  # returns a handler, and the most threads of its blocks
+        self.was_tried = False
+        self.max_threads = _CUDA_MAX_THREADS  # the most threads that a block of the batch launch can have
         self.lock = threading.Lock()
 
-    def prepare(self, grid: tuple, block: tuple) -> None:
-        """Compile the batch launch, if that was not tried before.
+    def compile_once(self, grid: tuple, block: tuple) -> None:
+        """Compile the batch launch, unless that was tried before.  From then on, the registered handler uses it.
+
+        The caller logs the exceptions, as the reasons why a batch has a launch per slice.
 
         Raises:
-          _BatchLaunchUnsupported: if each slice of a batch with this grid and block will be a launch.
-          Exception: of any type, if the batch launch cannot be compiled.  Later calls return.
+          _BatchLaunchUnsupported: if a batch with this grid and block cannot be one launch.
+          Exception: of any type, if the compilation fails.  Later calls return, so the reason is logged once.
         """
         if grid[2] > 1:
             raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: {grid=}")
@@ -5783,9 +5798,9 @@ class _CudaBatch:
             if not self.was_tried:
                 self.was_tried = True
                 batch_handler, self.max_threads = self.compile_for_batch()
-                self.handler.keep_alive.append(batch_handler)
+                self.per_slice_handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-                self.handler.data.inner_loop = batch_handler.data.inner_loop
+                self.per_slice_handler.data.inner_loop = batch_handler.data.inner_loop
         if math.prod(block) > self.max_threads:
             raise _BatchLaunchUnsupported(
                 f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
