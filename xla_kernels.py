@@ -5257,7 +5257,7 @@ class _NumbaCuda:
         # A batch launch is compiled later.  Its code must contain the same captured values.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
         launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature)
-        compiled = _compile_handler(signature, _CudaEmitter(self, launcher))
+        handler = _compile_handler(signature, _CudaEmitter(self, launcher))
 
         def compile_for_batch() -> tuple:
             if in_order:
@@ -5271,10 +5271,10 @@ class _NumbaCuda:
             batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
             if _fingerprint(kernel) != first_fingerprint:  # checked last, because compiling reads the captured values
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            emitter = _CudaEmitter(self, batch_launcher, compiled.data.inner_loop)
+            emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
             return _compile_handler(signature, emitter), batch_launcher.max_threads
 
-        return compiled._replace(batch_launch=_CudaBatch(compiled, compile_for_batch))
+        return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
         """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature.
@@ -6957,7 +6957,7 @@ class _StaleValues(_AbstractInterpreter):
         self.loop_advice = _LOOP_ADVICE.format(max_unroll)
         self.outputs = outputs
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
-        self.used_reads: list[tuple[_OutputRead, Any]] = []  # with the expression whose adjoint uses the element
+        self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
         tree = _syntax_tree(function)
         self.parameters = {x.arg for x in tree.args.args}
         self.variables = {name: {_HAS_GRADIENT} for name in self.parameters if name not in without_gradient}
@@ -6972,13 +6972,13 @@ class _StaleValues(_AbstractInterpreter):
         """Note that the adjoint of an expression uses values with these taints."""
         for taint in sorted(taints - {_HAS_GRADIENT}, key=str):
             if isinstance(taint, _OutputRead):
-                self.used_reads.append((taint, node))  # stale only if a store follows
+                self.reads.append((taint, node))  # stale only if a store follows
             else:
                 self.report(node, _STALE.format(taint.name, ast.unparse(node)), self.loop_advice)
 
     def note_store(self, output: str) -> None:
         """Note a store to an output, and report earlier uses of its elements."""
-        for read, node in self.used_reads:
+        for read, node in self.reads:
             if read.output == output:
                 self.report(node, _STALE.format(read.element, ast.unparse(node)), _OUTPUT_ADVICE)
 
