@@ -1540,14 +1540,18 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # To force XLA's choice, we insert dimensions of size 1 into the batch of each partitioned operand, until every
 # partitioned operand has a larger rank than every replicated one:
 #
-#     k                    the number of batch dimensions that are partitioned
-#     R                    the largest rank of an operand, without the batch
-#     num_batch_dims       k + R
-#     partitioned operand  (*batch[:k], *[1] * (R + 1), *batch[k:], *slice_shape)      has rank > num_batch_dims
-#     replicated operand   slice_shape                                                 has rank <= num_batch_dims
+#     n_partitioned        the number of batch dimensions that are partitioned
+#     max_rank             the largest rank of an operand, without the batch
+#     n_ones               max_rank + 1: the number of inserted dimensions
+#     num_batch_dims       n_partitioned + max_rank
+#     partitioned operand  (*batch[:n_partitioned], *[1] * n_ones, *batch[n_partitioned:], *slice_shape)
+#                          has rank > num_batch_dims
+#     replicated operand   slice_shape
+#                          has rank <= num_batch_dims
 #
-# The number of these dimensions is R + 1, not R, because a slice may be 0-d, and the rank must still exceed k + R.
-# For example, with eight slices of x and a common w, on four devices (k = 1, R = 2, num_batch_dims = 3):
+# `n_ones` is not just `max_rank`, because a slice may be 0-d, and even then the rank must exceed `num_batch_dims`.
+# For example, with eight slices of x and a common w, on four devices (n_partitioned = 1, max_rank = 2, n_ones = 3,
+# num_batch_dims = 3):
 #
 #                one slice    primitive    custom call    on each device
 #       x        [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
@@ -1585,12 +1589,12 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
         slice_shape = x.shape[depth:]
         return jax.core.ShapedArray(slice_shape if is_replicated else (*leading, *slice_shape), x.dtype)
 
-    ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
+    reshaped_ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
     reshaped_outs = list(map(reshaped_aval, outs))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, is_replicated in zip(operands, ins, replicated_mask):
+        for x, aval, is_replicated in zip(operands, reshaped_ins, replicated_mask):
             if not is_replicated:
                 x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
             reshaped.append(jax.lax.reshape(x, aval.shape))
@@ -1600,20 +1604,26 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
         return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
 
     num_batch_dims = str(n_partitioned + max_rank)
+    sharding_rule = _sharding_rule(reshaped_ins, replicated_mask, reshaped_outs, n_common=n_partitioned + n_ones)
     attributes = {
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": num_batch_dims}),
-        "sdy.sharding_rule": _sharding_rule(ins, replicated_mask, reshaped_outs, n_common=n_partitioned + n_ones),
+        "sdy.sharding_rule": sharding_rule,
     }
-    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, ins)
-    results = _lower_custom_call(ctx, operands, call, ins, reshaped_outs, **attributes)
+    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_ins)
+    results = _lower_custom_call(ctx, operands, call, reshaped_ins, reshaped_outs, **attributes)
     return _lower_without_shardings(reshape_results, ctx, results, reshaped_outs[: call.n_results], ctx.avals_out)
 
 
 def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
-    """Return which operands are replicated: the shared ones, which have size 1 in all batch dimensions.
+    """Return for each operand whether it is replicated.
 
-    XLA copies the sharding of operand 0 to all partitioned operands (FindCommonSharding).  So operand 0 must not be
-    replicated if a later shared operand follows a batched one.
+    An operand is replicated if all slices share it: its batch dimensions all have size 1.  There is one exception.  XLA
+    copies the sharding of operand 0 to all partitioned operands (FindCommonSharding), so if a shared operand follows a
+    batched one, operand 0 is never replicated.  For example, if x is batched, and v and w are shared:
+
+        operands (v, x)       v is replicated
+        operands (x, w)       w is replicated
+        operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
     shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
     first_batched = shared_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
@@ -1626,19 +1636,22 @@ def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
 def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
     """Return Shardy's sharding rule of a call.
 
-    A rule numbers the factors along which arrays can be partitioned.  The first `n_common` dimensions of all
-    partitioned arrays are common factors.  Each other dimension is a factor of its own, because XLA gathers it.
+    A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
+    sharding.  The first `n_common` dimensions of all partitioned arrays share factors.  Each other dimension has a
+    factor of its own, because XLA gathers it.  In the example above, with the operands (x, w) and `n_common` = 4:
+
+        ([i,j,k,l,m], [n,o]) -> ([i,j,k,l,p])    with i=8, j=k=l=1, m=n=o=p=6
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
     factor_sizes = list(outs[0].shape[:n_common])
-    mappings = []
+    mappings = []  # of the operands, then of the results: the numbers of the factors of all dimensions
     for x, is_replicated in zip([*ins, *outs], [*replicated_mask, *[False] * len(outs)], strict=True):
-        n_leading = 0 if is_replicated else n_common
-        own_sizes = x.shape[n_leading:]
+        n_shared_factors = 0 if is_replicated else n_common
+        own_sizes = x.shape[n_shared_factors:]
         own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
         factor_sizes.extend(own_sizes)
-        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_leading), *own_factors)]
+        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared_factors), *own_factors)]
         mappings.append(sdy.TensorMappingAttr.get(dims))
     return sdy.OpShardingRuleAttr.get(factor_sizes, mappings[: len(ins)], mappings[len(ins) :])
 
