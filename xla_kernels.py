@@ -2555,8 +2555,8 @@ def _load_code(code: bytes) -> Any:
 #             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
 #                 run_range, run_parallel   (as above)
 #
-# Batch dimensions broadcast as in NumPy.  Let each buffer b be a C-contiguous array whose elements are slices, so that
-# b.itemsize is the size of a slice in bytes.  Then strides and inner loops are computed as follows:
+# Batch dimensions broadcast as in NumPy.  If each buffer b were a C-contiguous array whose elements are the slices, so
+# that b.itemsize is the size of a slice in bytes, NumPy would compute strides and inner loops as follows:
 #
 #     shape = np.broadcast_shapes(*[b.shape for b in buffers])         # of the batch
 #     count = math.prod(shape)
@@ -2567,6 +2567,8 @@ def _load_code(code: bytes) -> Any:
 #         inner_count, steps = shape[-1], [s[-1] for s in strides]
 #     for i in range(0, count, inner_count):
 #         inner_loop([address of slice i of b for b in buffers], steps, inner_count)     # simplified
+#
+# The code stores `shape` and `strides` in the reverse order (`_BatchCall`): dimension 0 is the innermost, shape[-1].
 
 
 class _BatchedBuffer(ctypes.Structure):
@@ -2608,8 +2610,8 @@ class _BatchCall(ctypes.Structure):
         ("handler_data", ctypes.POINTER(_HandlerData)),
         ("buffers", ctypes.POINTER(_BatchedBuffer)),  # all buffers of the call, at their first slices
         ("depth", _I64),  # number of batch dimensions, at least 1
-        ("sizes", _PTR),  # int64[depth]: the batch dimensions, innermost first
-        ("strides", _PTR),  # int64[depth][n_buffers]: bytes from one position to the next; 0 if the size 1 broadcasts
+        ("sizes", _PTR),  # int64[depth]: the batch dimensions; dimension 0 is the innermost
+        ("strides", _PTR),  # int64[depth][n_buffers]: bytes to the next position; 0 if the size 1 broadcasts
         ("count", _I64),  # number of slices: the product of `sizes`
         ("inner_count", _I64),  # maximal length of an inner loop; a new inner loop starts at each multiple of it
         ("nbytes_per_slice", _I64),  # the sum of `slice_nbytes` over all buffers
@@ -2641,9 +2643,28 @@ _CHUNK_US = 20  # a thread claims this much work at a time: little, because core
 class _BatchScheduler(_IRBuilder):
     """The machine code of the batch scheduler, compiled once per process.
 
-    Each public method generates the C function of the same name.  C functions return an XLA_FFI_Error*, or 0 for
-    success, with two exceptions: `now` returns ticks, and `allocate_shared_batch` an address.  The result None of a
-    public method means that the generated code returns by `ret`.
+    Each public method generates the C function of the same name.  Each private method generates a part of its callers'
+    code.  The methods run once, and their docstrings describe the generated code.  Arguments and local variables are
+    values of the generated code (6.2), so no method uses `if` or `for` of Python, except that `now` chooses a clock.
+    For example, `run_range` generates this function:
+
+        XLA_FFI_Error* run_range(_BatchCall* batch, int64_t first, int64_t stop) {
+            _BatchedBuffer buffers[batch->handler_data->n_buffers];
+            int64_t next_index = first;
+            for (;;) {
+                int64_t index = next_index;
+                if (index >= stop) return 0;
+                ...  // the code of _point_to_slice(batch, buffers, index)
+                int64_t count = min(batch->inner_count - index % batch->inner_count, stop - index);
+                XLA_FFI_Error* error = batch->handler_data->inner_loop(batch->frame, buffers, count);
+                if (error) return error;
+                next_index = index + count;
+            }
+        }
+
+    C functions return an XLA_FFI_Error*, or 0 for success, with two exceptions: `now` returns ticks, and
+    `allocate_shared_batch` an address.  A method either returns the result of its C function, or generates a `ret` for
+    each way through it and returns None.
     """
 
     def __init__(self) -> None:
@@ -2664,7 +2685,7 @@ class _BatchScheduler(_IRBuilder):
     def run_batch(
         self, frame: _StructPointer, handler_data: _StructPointer, buffers: _StructPointer, depth: _Int64
     ) -> _Int64:
-        """Run a call with `depth` batch dimensions, at least one.  The buffers are at their first slices."""
+        """Run a call with `depth` batch dimensions, at least one.  The buffers point to their first slices."""
         batch = self.new_struct(_BatchCall, frame=frame, handler_data=handler_data, buffers=buffers, depth=depth)
         batch.count = 1
         batch.nbytes_per_slice = 0
@@ -2685,9 +2706,10 @@ class _BatchScheduler(_IRBuilder):
         return self.call("run_serial_and_measure", batch)
 
     def _add_dimension(self, batch: _StructPointer, d: _Int64) -> None:
-        """Compute the size of batch dimension d, and its stride in each buffer.  Dimension 0 is the innermost.
+        """Compute the size of batch dimension d, and its stride in each buffer.
 
-        On entry, `batch.count` and each `n_slices` cover dimensions 0 to d-1; on return, also d.
+        On entry, `batch.count` and `buffer.n_slices` are the products of the dimensions 0 to d-1, from the innermost
+        outwards.  This multiplies them by dimension d.
         """
         n_buffers = batch.handler_data.n_buffers
         size = self.variable(1)
@@ -2695,7 +2717,7 @@ class _BatchScheduler(_IRBuilder):
             buffer = batch.buffers[k]
             own_size = self.variable(1)  # stays 1 if the buffer has no batch dimensions
             with self.if_(buffer.depth > 0):
-                own_size.current = self.load(buffer.dims - (d + 1) * 8)
+                own_size.current = self.load(buffer.dims - (d + 1) * 8)  # the innermost lies just before `dims`
             broadcasts = own_size.current == 1
             size.current = self.select(broadcasts, size.current, own_size.current)
             stride = self.select(broadcasts, 0, buffer.slice_nbytes * buffer.n_slices)
@@ -2705,7 +2727,10 @@ class _BatchScheduler(_IRBuilder):
         batch.count = batch.count * size.current
 
     def _choose_inner_loops(self, batch: _StructPointer) -> None:
-        """Choose how many slices an inner loop has, and the step of each buffer in it."""
+        """Choose how many slices an inner loop has, and the step of each buffer in it.
+
+        This also computes `batch.nbytes_per_slice`.
+        """
         single_inner_loop = self.variable(1)
         with self.loop(batch.handler_data.n_buffers) as k:
             buffer = batch.buffers[k]
@@ -2721,7 +2746,7 @@ class _BatchScheduler(_IRBuilder):
     # -- a range of slices on one thread --
 
     def run_range(self, batch: _StructPointer, first: _Int64, stop: _Int64) -> None:
-        """Run the slices [first, stop), one inner loop after another.  If a slice fails, return its error at once."""
+        """Run the slices [first, stop), one inner loop after another.  If one fails, return its error at once."""
         buffers = self.alloca(_BatchedBuffer, batch.handler_data.n_buffers)
         next_index = self.variable(first)
         with self.forever():
@@ -2737,8 +2762,8 @@ class _BatchScheduler(_IRBuilder):
         """Copy the buffers of a batch to `buffers`, with their pointers at slice `index`.
 
         For example, slice 4 of a batch of 2 x 3 slices is at the position (1, 1).  A buffer of 2 x 3 slices of 100
-        bytes has the strides (300, 100), so its slice begins at byte 400.  A buffer of 1 x 3 slices has the strides
-        (0, 100), so its slice begins at byte 100.
+        bytes has the strides (300, 100), the outermost first, so its slice begins at byte 400.  A buffer of 1 x 3
+        slices has the strides (0, 100), so its slice begins at byte 100.
         """
         n_buffers = batch.handler_data.n_buffers
         self.copy_bytes(buffers, batch.buffers, n_buffers * ctypes.sizeof(_BatchedBuffer))
