@@ -1572,8 +1572,7 @@ def _num_partitioned_dims(ctx: Any, call: _CallParams, outs: Sequence, n_devices
     has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)  # Shardy's rule needs them
     if n_devices == 1 or not outs or not has_known_sizes:
         return 0
-    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
-    return len(list(divisible))
+    return len(list(itertools.takewhile(lambda size: size % n_devices == 0, call.batch)))
 
 
 def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_partitioned: int) -> Any:
@@ -1603,11 +1602,10 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
     def reshape_results(*results: Any) -> list:
         return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
 
-    num_batch_dims = str(n_partitioned + max_rank)
-    sharding_rule = _sharding_rule(reshaped_ins, replicated_mask, reshaped_outs, n_common=n_partitioned + n_ones)
+    n_common = n_partitioned + n_ones
     attributes = {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": num_batch_dims}),
-        "sdy.sharding_rule": sharding_rule,
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_rank)}),
+        "sdy.sharding_rule": _sharding_rule(reshaped_ins, replicated_mask, reshaped_outs, n_common),
     }
     operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_ins)
     results = _lower_custom_call(ctx, operands, call, reshaped_ins, reshaped_outs, **attributes)
@@ -1627,10 +1625,8 @@ def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
     """
     shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
     first_batched = shared_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
-    replicated_mask = list(shared_mask)
-    if any(shared_mask[first_batched:]):
-        replicated_mask[0] = False
-    return replicated_mask
+    is_first_replicated = shared_mask[0] and not any(shared_mask[first_batched:])
+    return [is_first_replicated, *shared_mask[1:]]
 
 
 def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
@@ -5415,8 +5411,13 @@ class _NumbaCuda:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
-                    interface = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
-                    interface["stream"] = stream  # the default stream for copies and fills of the array
+                    interface = {
+                        "shape": shape,
+                        "typestr": dtype.str,
+                        "data": (pointer, False),
+                        "version": 3,
+                        "stream": stream,  # the default stream for copies and fills of the array
+                    }
                     array = self.cuda.from_cuda_array_interface(interface, sync=False)
                     arrays.append(_as_read_only(array) if k in read_only else array)
                 run(arrays, self.cuda.external_stream(stream), launch_address)
@@ -5600,16 +5601,15 @@ class _LibCuda:
     def exceeded_limits_text(self, function: int, config: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
-        n_threads, shared_mem = math.prod(config[3:6]), config[6]
-        threads_text = "threads in a block, because of its registers or launch bounds"
-        for attribute, size, what in (
-            (_FUNC_MAX_THREADS_PER_BLOCK, n_threads, threads_text),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, shared_mem, "bytes of dynamic shared memory"),
+        because = ", because of its registers or launch bounds"
+        for attribute, size, unit in (
+            (_FUNC_MAX_THREADS_PER_BLOCK, math.prod(config[3:6]), "threads in a block" + because),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config[6], "bytes of dynamic shared memory"),
         ):
             with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
                 limit = self.function_attribute(function, attribute)
                 if size > limit:
-                    text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
+                    text += f"; on this GPU the kernel can have at most {limit} {unit}, and the launch has {size}"
         return text
 
     def function_attribute(self, function: int, attribute: int) -> int:
@@ -5855,7 +5855,7 @@ class _CudaBatch:
 #     - options that the hash of a kernel does not cover (`_warp_content`)
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
 #     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
-#       (`_WarpTarget.cuda_launch`)
+#       (`_WarpTarget.cuda_launch_config`)
 #     - which launches need more than one plain kernel launch (`_check_recorded_launch`)
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
 #     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
@@ -5983,21 +5983,16 @@ class _WarpOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problem = f"block_dim must be an int of at least 1. Got {self.block_dim!r}. Pass a size, such as block_dim=256."
-        (self.block_dim,) = _ints((self.block_dim,), problem)
-        if self.block_dim < 1:
-            raise ValueError(problem)
+        fix = ". Pass a size, such as block_dim=256."
+        self.block_dim = _int_in_range("block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, fix)
         if self.tiled and self.launch_dims is None:
             raise ValueError(
                 "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
                 "a function of the inputs, such as launch_dims=lambda x: x.shape[0] // 64."
             )
-        if self.differentiable:
-            self._check_differentiable()
-
-    def _check_differentiable(self) -> None:
         for option in ("in_out_argnames", "input_output_aliases", "scratch"):
-            if value := getattr(self, option):
+            value = getattr(self, option)
+            if self.differentiable and value:
                 shown = "a function" if callable(value) else repr(value)
                 raise ValueError(
                     "differentiable=True needs all values that a kernel stores, so the kernel must not overwrite an "
@@ -6618,7 +6613,10 @@ class _WarpTarget(_Target):
     is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Record the launch on a platform, register a handler, and return its target.  (see `_Target`)"""
+        """Record the launch on a platform, register a handler, and return its target.
+
+        For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
+        """
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
         if not devices:
             return super().prepare_lowering(platform)  # raises: unsupported platform
@@ -6629,6 +6627,7 @@ class _WarpTarget(_Target):
         return self._register(platform, devices)
 
     def _register(self, platform: str, devices: Sequence[str]) -> _Target:
+        """Record the launch on these devices, and register a handler, without a fallback."""
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:
@@ -6733,7 +6732,7 @@ class _WarpTarget(_Target):
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
-        meanings: dict[int, tuple[int, bool]] = {}  # {placeholder: (buffer, is_step)}
+        meanings = {}  # {placeholder: (buffer, is_step)}
         for array in self.arrays:
             for is_step in {False, self.is_batch_launch}:  # only batch launches have steps
                 meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
@@ -6744,7 +6743,7 @@ class _WarpTarget(_Target):
             )
         return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
-    def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
+    def cuda_launch_config(self, command: Any, shared_mem: int) -> tuple[int, ...]:
         """Return the launch configuration: grid, block, shared_mem.  This copies `wp_cuda_launch_kernel` of warp.cu."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
@@ -6778,8 +6777,7 @@ def _packed_parameters(command: Any) -> list[bytes]:
         dry_run = copy.copy(command)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
-    params_memory = map(bytes, packed)
-    return [memory + bytes(-len(memory) % 8) for memory in params_memory]
+    return [memory + bytes(-len(memory) % 8) for memory in map(bytes, packed)]
 
 
 class _WarpEmitter(_Emitter):
@@ -6799,7 +6797,7 @@ class _WarpEmitter(_Emitter):
         if command.device.is_cpu:
             self._init_for_cpu(target, entries[0])
         else:
-            config = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+            config = target.cuda_launch_config(command, getattr(command.hooks, f"{direction}_smem_bytes"))
             self._init_for_cuda(target, entries, config)
 
     def _init_for_cpu(self, target: _WarpTarget, entry: int) -> None:
@@ -6820,7 +6818,7 @@ class _WarpEmitter(_Emitter):
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
         for entry in entries if self.is_batch_launch else ():
             if exceeded := self.libcuda.exceeded_limits_text(entry, config):  # a batch kernel may need more registers
-                raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
+                raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         is_cuda = self.libcuda is not None
