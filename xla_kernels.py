@@ -5083,8 +5083,7 @@ class _CudaOptions(_Options):
                 f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
                 "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
             )
-        fix = ". Pass shared_mem=4 * n_floats."
-        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, fix)
+        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, ". Pass shared_mem=4 * n_floats.")
         fix = ". For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
         _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
 
@@ -5911,8 +5910,8 @@ def warp_kernel(
     **Launch dimensions.** If `launch_dims` is omitted, they are the dimensions of the first array with more than one
     element, without the dimensions of vectors and matrices.  For an array of `wp.vec3` with the JAX shape (4, 5, 3),
     they are (4, 5), for `i, j = wp.tid()`.  It is an error to omit `launch_dims` if `wp.tid()` returns another number
-    of indices, or if another array begins with other dimensions.  Exempt are arrays with one element, arrays with fewer
-    dimensions, and arrays that begin with ones.
+    of indices, or if another array begins with other dimensions.  Arrays with one element, with fewer dimensions, or
+    with ones instead of these dimensions are allowed.
 
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
@@ -5983,8 +5982,9 @@ class _WarpOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fix = ". Pass a size, such as block_dim=256."
-        self.block_dim = _int_in_range("block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, fix)
+        self.block_dim = _int_in_range(
+            "block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, ". Pass a size, such as block_dim=256."
+        )
         if self.tiled and self.launch_dims is None:
             raise ValueError(
                 "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
@@ -6010,11 +6010,11 @@ class _WarpKernel(_Wrapper):
 
     For `kernel(x, factor, out)`, the attributes are:
 
-                             the user's wrapper         the wrapper for factor=2.0
-        fixed                {}                         {"factor": 2.0}
-        parameters           ("x", "factor", "out")     ("x", "out")
-        all_parameters       ("x", "factor", "out")     ("x", "factor", "out")
-        warp_params          {name: `_WarpParam`} for all parameters, in both
+                          the user's wrapper          the wrapper for factor=2.0
+        fixed             {}                          {"factor": 2.0}
+        parameters        ("x", "factor", "out")      ("x", "out")                    all that are not fixed
+        all_parameters    ("x", "factor", "out")      ("x", "factor", "out")
+        warp_params       {"x": `_WarpParam`, ...}    the same                        of all parameters
     """
 
     decorator = "warp_kernel"
@@ -6030,14 +6030,15 @@ class _WarpKernel(_Wrapper):
             )
         self.warp_params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
         self.value_names = {name for name, param in self.warp_params.items() if not param.ndim}
-        # An array with the value None is a null array.  A later trace needs the same values, and the caller may change
-        # a struct, so this is a copy.
+        # {parameter: value}, in which None is a null array.  This is a copy, because later traces need the same values,
+        # and the caller may change a struct.
         self.fixed = copy.deepcopy(fixed or {})
         super().__init__(kernel, options, tuple(name for name in self.warp_params if name not in self.fixed))
         self.all_parameters = tuple(self.warp_params)
         self.wrapper_by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
+        """Separate the arrays from the values, and call the wrapper for these values."""
         if not named and not self.value_names and types.NoneType not in map(type, args):
             return self._call_inputs(args)  # fast path: only arrays, all by position
         arguments = self._bind_arguments(args, named)
@@ -6193,6 +6194,7 @@ class _WarpKernel(_Wrapper):
     # -- derivatives -----------------------------------------------------------------------------------
 
     def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        """Return the results of the call as a list, with a VJP rule if `differentiable=True`."""
         without_vjp = functools.partial(super()._flat_results, ins, outs)
         if not self.options.differentiable:
             return without_vjp(*args)
