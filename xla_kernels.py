@@ -5765,8 +5765,8 @@ class _CudaEmitter(_Emitter):
     """An emitter of code that launches a kernel: once per slice, or in a batch launch once for many slices.
 
     In a batch launch, the blocks along z are the slices.  Its kernel takes arrays whose first dimension is the slice.
-    If a call has several blocks along z, or more threads in a block than this kernel can have, the code calls that of
-    the handler that launches once per slice.
+    If a call has several blocks along z, or more threads in a block than this kernel can have, the handler launches
+    the original kernel instead, once per slice.
     """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
@@ -6963,12 +6963,12 @@ _STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
 
-# The taints of a value.  The set of the taints of an expression is its abstract value.
-_HAS_GRADIENT = object()  # the value depends on an input of floats
+# The abstract value of an expression (8.1) is a set of taints: `_HAS_GRADIENT`, `_StaleVariable`s and `_OutputRead`s.
+_HAS_GRADIENT = object()  # the taint of a value that depends on an input of floats
 
 
 class _StaleVariable(NamedTuple):
-    """The taint of a value that is computed from a variable whose value in the adjoint is wrong."""
+    """The taint of a value that is computed from a variable with a wrong value in the adjoint."""
 
     name: str
 
@@ -6983,9 +6983,11 @@ class _OutputRead(NamedTuple):
 class _StaleValues(_AbstractInterpreter):
     """A taint analysis of a Warp function that finds the statements whose adjoints use stale values.
 
-    `found` maps (file, line) to (problem, advice).  In the loop of the example above, `s` has the taints
-    `_StaleVariable("s")` and `_HAS_GRADIENT`, and `x[j]` has `_HAS_GRADIENT`.  The product is not linear in them, so it
-    is reported.
+    The result is `found`, which maps (file, line) to (problem, advice).  The arguments `without_gradient` and `outputs`
+    are names of parameters: those that are not arrays of floats, and those to which the kernel stores.
+
+    In the loop of the example above, `s` has the taints `_StaleVariable("s")` and `_HAS_GRADIENT`, and `x[j]` has
+    `_HAS_GRADIENT`.  The adjoint of their product needs both values, so `s * x[j]` is reported.
     """
 
     def __init__(self, function: Any, without_gradient: Container[str], outputs: Container[str], max_unroll: int):
@@ -7037,8 +7039,7 @@ class _StaleValues(_AbstractInterpreter):
                 self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
                 self.note_use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
-                # An iteration begins with an assignment to the loop variable.  Any index will do, such as 0, because a
-                # constant has no taints.
+                # An iteration begins with an assignment to the loop variable: `j = 0`, because a constant has no taints.
                 iteration = [ast.Assign([target], ast.Constant(0)), *body]
                 if self.is_unrolled(iterated, body):
                     self.run(2 * iteration)  # twice: a store may follow a read of the previous iteration
@@ -7051,7 +7052,7 @@ class _StaleValues(_AbstractInterpreter):
                 super().run_statement(node)
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
-        """Return whether Warp unrolls a loop; then each iteration has its own variables."""
+        """Return whether Warp unrolls a loop.  Then each iteration has its own variables, so none is stale."""
         if any(isinstance(x, (ast.Break, ast.Continue)) for statement in body for x in ast.walk(statement)):
             return False
         try:
@@ -7181,7 +7182,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
     found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
-    for helper in _warp_functions(kernel)[1:]:
+    for helper in _warp_functions(kernel)[1:]:  # any parameter of a helper may have a gradient
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
         warnings.warn(
