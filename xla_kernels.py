@@ -7039,7 +7039,7 @@ class _StaleValues(_AbstractInterpreter):
                 self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
                 self.note_use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
-                # An iteration begins with an assignment to the loop variable: `j = 0`, because a constant has no taints.
+                # An iteration begins with an assignment to the loop variable: `j = 0`.  A constant has no taints.
                 iteration = [ast.Assign([target], ast.Constant(0)), *body]
                 if self.is_unrolled(iterated, body):
                     self.run(2 * iteration)  # twice: a store may follow a read of the previous iteration
