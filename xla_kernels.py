@@ -2205,10 +2205,10 @@ class _Emitter:
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
     traits: int = 0  # XLA_FFI_Metadata.traits: 0 or `_COMMAND_BUFFER_COMPATIBLE`
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Write the body of the C function `inner_loop(frame, buffers, count)`.
 
-        First come instructions that run once for all slices.  Then `with handler.each_slice(buffers, count) as arrays`
+        First come instructions that run once for all slices.  Then `with ir.each_slice(buffers, count) as arrays`
         contains the instructions that run one slice.
         """
         raise NotImplementedError
@@ -3216,7 +3216,7 @@ class _CallbackEmitter(_Emitter):
     The code contains the address of the function, so it is not shared (`code_key` is None).
 
     Machine code and Python exchange an int64 array: for each buffer its address and dimensions; then the address of the
-    attribute `launch`, the CUDA stream and the device ordinal (0 on a CPU); last the address of an error message.
+    launch attribute, the CUDA stream and the device ordinal (0 on a CPU); last the address of an error message.
     """
 
     def __init__(self, signature: _Signature, body: Callable[..., None], libcuda: _LibCuda | None = None) -> None:
@@ -3224,8 +3224,8 @@ class _CallbackEmitter(_Emitter):
 
         Args:
           signature: the signature of the handler.
-          body: `body(buffers, launch, stream, ordinal)` runs one slice.  `buffers` is a list of (address, shape).  An
-            exception that it raises becomes the error of the call.
+          body: `body(buffers, launch_address, stream, ordinal)` runs one slice.  `buffers` is a list of (address,
+            shape).  An exception that it raises becomes the error of the call.
           libcuda: the CUDA driver, if the buffers are in a GPU's memory.
         """
         self.libcuda = libcuda
@@ -3237,26 +3237,26 @@ class _CallbackEmitter(_Emitter):
             try:
                 values = iter(words[:n_buffer_words])
                 buffers = [(next(values), tuple(itertools.islice(values, rank))) for rank in signature.ranks]
-                launch, stream, ordinal = words[n_buffer_words:i_message]
-                body(buffers, launch, stream, ordinal)
+                launch_address, stream, ordinal = words[n_buffer_words:i_message]
+                body(buffers, launch_address, stream, ordinal)
             except BaseException as error:  # no exception may unwind into XLA
                 message = _store_error_message(error, signature.label)
             words[i_message] = message
 
         self.callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_I64))(callback)
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        stream_and_device = _write_stream_and_device(handler, frame) if self.libcuda else (0, 0)
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        stream_and_device = _write_stream_and_device(ir, frame) if self.libcuda else (0, 0)
         # The error word starts as this message.  A callback that reaches its end overwrites it, but a
         # KeyboardInterrupt may end the callback before its first line.
-        interrupted = handler.c_string(f"KeyboardInterrupt (raised in kernel '{handler.signature.label}')")
-        with handler.each_slice(buffers, count) as arrays:
+        interrupted = ir.c_string(f"KeyboardInterrupt (raised in kernel '{ir.signature.label}')")
+        with ir.each_slice(buffers, count) as arrays:
             words = [word for array in arrays for word in (array.pointer, *array.dims)]
-            words += [handler.launch_attribute(frame), *stream_and_device, interrupted]
-            memory = handler.array(words)
-            handler.call(self.callback, memory)
-            message = handler.load(memory + 8 * (len(words) - 1))
-            handler.fail(frame, message, when=message)
+            words += [ir.launch_attribute(frame), *stream_and_device, interrupted]
+            memory = ir.array(words)
+            ir.call(self.callback, memory)
+            message = ir.load(memory + 8 * (len(words) - 1))
+            ir.fail(frame, message, when=message)
 
 
 # {thread: its last error message}.  XLA copies a message before the thread can store another one.
@@ -5355,15 +5355,15 @@ class _NumbaCuda:
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
+        # A handler passes `n_params` integers of 64 bits, so the kernel must declare as many, and nothing else.
         n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
         entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_params}}}\s*\)"
+        has_known_params = re.search(entry_with_params, ptx)
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters in an unknown layout (this version of {self.module} has another one)": not re.search(
-                entry_with_params, ptx
-            ),
+            f"parameters in an unknown layout (this version of {self.module} has another one)": not has_known_params,
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
@@ -5600,9 +5600,12 @@ class _LibCuda:
     def exceeded_limits_text(self, function: int, config: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
-        because = ", because of its registers or launch bounds"
         for attribute, size, unit in (
-            (_FUNC_MAX_THREADS_PER_BLOCK, math.prod(config[3:6]), "threads in a block" + because),
+            (
+                _FUNC_MAX_THREADS_PER_BLOCK,
+                math.prod(config[3:6]),
+                "threads in a block, because of its registers or launch bounds",
+            ),
             (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config[6], "bytes of dynamic shared memory"),
         ):
             with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
