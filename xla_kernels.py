@@ -6400,12 +6400,13 @@ class _WarpParam:
             raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
         if spec.dtype != self.dtype:
             raise self._error(TypeError, spec, self._dtype_fix(spec, role))
+        # An array of one element may omit its dimensions.  Then the shape is that of the element.
         has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
         if not has_all_dims and spec.shape != self.element_shape:
             raise self._error(TypeError, spec, self._shape_fix(spec, role))
         if not has_all_dims and self.element_shape and role != "input":
-            # An output float32[3] can mean one vec3, or, by mistake, three of them (`outs=lambda x: x`).  In the second
-            # case, the kernel would write beyond the buffer.
+            # If the elements are vec3, an output float32[3] can mean one of them, or, by mistake, three of them
+            # (`outs=lambda x: x`).  In the second case, the kernel would write beyond the buffer.
             one = (1,) * self.ndim + self.element_shape
             reshape = f", and reshape the input: x.reshape{one}" if role == "in-out" else ""
             fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
