@@ -1558,7 +1558,7 @@ def errors(wrap):
         (ValueError, "1 to 4 ints from 0 to 2147483647. Got -1", partial(trace_product, launch_dims=-1)),
         (ValueError, "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=",
          partial(trace_product, tiled=True)),
-        (ValueError, "block_dim must be an int of at least 1. Got 0", partial(trace_product, block_dim=0)),
+        (ValueError, "block_dim must be an int from 1 to 2147483647; got 0", partial(trace_product, block_dim=0)),
         (ValueError, "launch_dims must be 1 to 3 ints", partial(trace_product, tiled=True, launch_dims=(1,) * 4)),
         (ValueError, "must not overwrite an input or use scratch. Got in_out_argnames=['acc']. Write to a new output",
          partial(trace_warp, "histogram", in_out_argnames=["acc"], differentiable=True)),
@@ -4111,7 +4111,7 @@ def test_fakecuda_or_gpu_concurrent_batches_compile_once(cuda_on_gpu, monkeypatc
     ids=["ctaid.z", "vector of nctaid", "gridid", "cluster", "cluster_ctaid", "external function", "vprintf", "other"],
 )
 def test_cuda_ptx_that_uses_z_is_recognized(ptx, found):
-    match = xk._USES_Z.search(ptx)
+    match = xk._PTX_MAY_DEPEND_ON_Z.search(ptx)
     assert found in match[0] if found else match is None
 
 
@@ -4792,10 +4792,10 @@ FALLBACKS = {  # why a batch is three launches: the logged reason, and a change 
     "code transformers": (
         "it .* code transformers", lambda kernel: (kernel.adj, "transformers", [ast.NodeTransformer()])),
     "changed captured value": (
-        "what it names is something else", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
+        "captured values have changed", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
     "failed build": ("(?i).*(build|compil)", lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
     "too many registers": (
-        "it does not fit then; .* at most 255 thre",
+        "the batch kernel exceeds a limit; .* at most 255 thre",
         lambda kernel: (xk._LibCuda, "function_attribute", lambda *args: 255)),
 }  # fmt: skip
 

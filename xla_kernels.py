@@ -1014,7 +1014,7 @@ class _Target:
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
             with _fall_back_to_per_slice(self.title):
-                compiled.batch_launch.prepare(grid=self.launch[:3], block=self.launch[3:6])
+                compiled.batch_launch.compile_once(grid=self.launch[:3], block=self.launch[3:6])
         return self
 
 
@@ -1547,14 +1547,18 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # To force XLA's choice, we insert dimensions of size 1 into the batch of each partitioned operand, until every
 # partitioned operand has a larger rank than every replicated one:
 #
-#     k                    the number of batch dimensions that are partitioned
-#     R                    the largest rank of an operand, without the batch
-#     num_batch_dims       k + R
-#     partitioned operand  (*batch[:k], *[1] * (R + 1), *batch[k:], *slice_shape)      has rank > num_batch_dims
-#     replicated operand   slice_shape                                                 has rank <= num_batch_dims
+#     n_partitioned        the number of batch dimensions that are partitioned
+#     max_rank             the largest rank of an operand, without the batch
+#     n_ones               max_rank + 1: the number of inserted dimensions
+#     num_batch_dims       n_partitioned + max_rank
+#     partitioned operand  (*batch[:n_partitioned], *[1] * n_ones, *batch[n_partitioned:], *slice_shape)
+#                          has rank > num_batch_dims
+#     replicated operand   slice_shape
+#                          has rank <= num_batch_dims
 #
-# The number of these dimensions is R + 1, not R, because a slice may be 0-d, and the rank must still exceed k + R.
-# For example, with eight slices of x and a common w, on four devices (k = 1, R = 2, num_batch_dims = 3):
+# `n_ones` is not just `max_rank`, because a slice may be 0-d, and even then the rank must exceed `num_batch_dims`.
+# For example, with eight slices of x and a common w, on four devices (n_partitioned = 1, max_rank = 2, n_ones = 3,
+# num_batch_dims = 3):
 #
 #                one slice    primitive    custom call    on each device
 #       x        [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
@@ -1575,8 +1579,7 @@ def _num_partitioned_dims(ctx: Any, call: _CallParams, outs: Sequence, n_devices
     has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)  # Shardy's rule needs them
     if n_devices == 1 or not outs or not has_known_sizes:
         return 0
-    divisible = itertools.takewhile(lambda size: size % n_devices == 0, call.batch)
-    return len(list(divisible))
+    return len(list(itertools.takewhile(lambda size: size % n_devices == 0, call.batch)))
 
 
 def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_partitioned: int) -> Any:
@@ -1592,12 +1595,12 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
         slice_shape = x.shape[depth:]
         return jax.core.ShapedArray(slice_shape if is_replicated else (*leading, *slice_shape), x.dtype)
 
-    ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
+    reshaped_ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
     reshaped_outs = list(map(reshaped_aval, outs))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, is_replicated in zip(operands, ins, replicated_mask):
+        for x, aval, is_replicated in zip(operands, reshaped_ins, replicated_mask):
             if not is_replicated:
                 x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
             reshaped.append(jax.lax.reshape(x, aval.shape))
@@ -1606,46 +1609,52 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
     def reshape_results(*results: Any) -> list:
         return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
 
-    num_batch_dims = str(n_partitioned + max_rank)
+    n_common = n_partitioned + n_ones
     attributes = {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": num_batch_dims}),
-        "sdy.sharding_rule": _sharding_rule(ins, replicated_mask, reshaped_outs, n_common=n_partitioned + n_ones),
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_rank)}),
+        "sdy.sharding_rule": _sharding_rule(reshaped_ins, replicated_mask, reshaped_outs, n_common),
     }
-    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, ins)
-    results = _lower_custom_call(ctx, operands, call, ins, reshaped_outs, **attributes)
+    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_ins)
+    results = _lower_custom_call(ctx, operands, call, reshaped_ins, reshaped_outs, **attributes)
     return _lower_without_shardings(reshape_results, ctx, results, reshaped_outs[: call.n_results], ctx.avals_out)
 
 
 def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
-    """Return which operands are replicated: the shared ones, which have size 1 in all batch dimensions.
+    """Return for each operand whether it is replicated.
 
-    XLA copies the sharding of operand 0 to all partitioned operands (FindCommonSharding).  So operand 0 must not be
-    replicated if a later shared operand follows a batched one.
+    An operand is replicated if all slices share it: its batch dimensions all have size 1.  There is one exception.  XLA
+    copies the sharding of operand 0 to all partitioned operands (FindCommonSharding), so if a shared operand follows a
+    batched one, operand 0 is never replicated.  For example, if x is batched, and v and w are shared:
+
+        operands (v, x)       v is replicated
+        operands (x, w)       w is replicated
+        operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
     shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
     first_batched = shared_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
-    replicated_mask = list(shared_mask)
-    if any(shared_mask[first_batched:]):
-        replicated_mask[0] = False
-    return replicated_mask
+    is_first_replicated = shared_mask[0] and not any(shared_mask[first_batched:])
+    return [is_first_replicated, *shared_mask[1:]]
 
 
 def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
     """Return Shardy's sharding rule of a call.
 
-    A rule numbers the factors along which arrays can be partitioned.  The first `n_common` dimensions of all
-    partitioned arrays are common factors.  Each other dimension is a factor of its own, because XLA gathers it.
+    A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
+    sharding.  The first `n_common` dimensions of all partitioned arrays share factors.  Each other dimension has a
+    factor of its own, because XLA gathers it.  In the example above, with the operands (x, w) and `n_common` = 4:
+
+        ([i,j,k,l,m], [n,o]) -> ([i,j,k,l,p])    with i=8, j=k=l=1, m=n=o=p=6
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
     factor_sizes = list(outs[0].shape[:n_common])
-    mappings = []
+    mappings = []  # of the operands, then of the results: the numbers of the factors of all dimensions
     for x, is_replicated in zip([*ins, *outs], [*replicated_mask, *[False] * len(outs)], strict=True):
-        n_leading = 0 if is_replicated else n_common
-        own_sizes = x.shape[n_leading:]
+        n_shared_factors = 0 if is_replicated else n_common
+        own_sizes = x.shape[n_shared_factors:]
         own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
         factor_sizes.extend(own_sizes)
-        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_leading), *own_factors)]
+        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared_factors), *own_factors)]
         mappings.append(sdy.TensorMappingAttr.get(dims))
     return sdy.OpShardingRuleAttr.get(factor_sizes, mappings[: len(ins)], mappings[len(ins) :])
 
@@ -2203,10 +2212,10 @@ class _Emitter:
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
     traits: int = 0  # XLA_FFI_Metadata.traits: 0 or `_COMMAND_BUFFER_COMPATIBLE`
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Write the body of the C function `inner_loop(frame, buffers, count)`.
 
-        First come instructions that run once for all slices.  Then `with handler.each_slice(buffers, count) as arrays`
+        First come instructions that run once for all slices.  Then `with ir.each_slice(buffers, count) as arrays`
         contains the instructions that run one slice.
         """
         raise NotImplementedError
@@ -2549,8 +2558,8 @@ def _load_code(code: bytes) -> Any:
 #             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
 #                 run_range, run_parallel   (as above)
 #
-# Batch dimensions broadcast as in NumPy.  Let each buffer b be a C-contiguous array whose elements are slices, so that
-# b.itemsize is the size of a slice in bytes.  Then strides and inner loops are computed as follows:
+# Batch dimensions broadcast as in NumPy.  If each buffer b were a C-contiguous array whose elements are the slices, so
+# that b.itemsize is the size of a slice in bytes, NumPy would compute strides and inner loops as follows:
 #
 #     shape = np.broadcast_shapes(*[b.shape for b in buffers])         # of the batch
 #     count = math.prod(shape)
@@ -2561,6 +2570,8 @@ def _load_code(code: bytes) -> Any:
 #         inner_count, steps = shape[-1], [s[-1] for s in strides]
 #     for i in range(0, count, inner_count):
 #         inner_loop([address of slice i of b for b in buffers], steps, inner_count)     # simplified
+#
+# The code stores `shape` and `strides` in the reverse order (`_BatchCall`): dimension 0 is the innermost, shape[-1].
 
 
 class _BatchedBuffer(ctypes.Structure):
@@ -2602,8 +2613,8 @@ class _BatchCall(ctypes.Structure):
         ("handler_data", ctypes.POINTER(_HandlerData)),
         ("buffers", ctypes.POINTER(_BatchedBuffer)),  # all buffers of the call, at their first slices
         ("depth", _I64),  # number of batch dimensions, at least 1
-        ("sizes", _PTR),  # int64[depth]: the batch dimensions, innermost first
-        ("strides", _PTR),  # int64[depth][n_buffers]: bytes from one position to the next; 0 if the size 1 broadcasts
+        ("sizes", _PTR),  # int64[depth]: the batch dimensions; dimension 0 is the innermost
+        ("strides", _PTR),  # int64[depth][n_buffers]: bytes to the next position; 0 if the size 1 broadcasts
         ("count", _I64),  # number of slices: the product of `sizes`
         ("inner_count", _I64),  # maximal length of an inner loop; a new inner loop starts at each multiple of it
         ("nbytes_per_slice", _I64),  # the sum of `slice_nbytes` over all buffers
@@ -2635,9 +2646,28 @@ _CHUNK_US = 20  # a thread claims this much work at a time: little, because core
 class _BatchScheduler(_IRBuilder):
     """The machine code of the batch scheduler, compiled once per process.
 
-    Each public method generates the C function of the same name.  C functions return an XLA_FFI_Error*, or 0 for
-    success, with two exceptions: `now` returns ticks, and `allocate_shared_batch` an address.  The result None of a
-    public method means that the generated code returns by `ret`.
+    Each public method generates the C function of the same name.  Each private method generates a part of its callers'
+    code.  The methods run once, and their docstrings describe the generated code.  Arguments and local variables are
+    values of the generated code (6.2), so no method uses `if` or `for` of Python, except that `now` chooses a clock.
+    For example, `run_range` generates this function:
+
+        XLA_FFI_Error* run_range(_BatchCall* batch, int64_t first, int64_t stop) {
+            _BatchedBuffer buffers[batch->handler_data->n_buffers];
+            int64_t next_index = first;
+            for (;;) {
+                int64_t index = next_index;
+                if (index >= stop) return 0;
+                ...  // the code of _point_to_slice(batch, buffers, index)
+                int64_t count = min(batch->inner_count - index % batch->inner_count, stop - index);
+                XLA_FFI_Error* error = batch->handler_data->inner_loop(batch->frame, buffers, count);
+                if (error) return error;
+                next_index = index + count;
+            }
+        }
+
+    C functions return an XLA_FFI_Error*, or 0 for success, with two exceptions: `now` returns ticks, and
+    `allocate_shared_batch` an address.  A method either returns the result of its C function, or generates a `ret` for
+    each way through it and returns None.
     """
 
     def __init__(self) -> None:
@@ -2658,7 +2688,7 @@ class _BatchScheduler(_IRBuilder):
     def run_batch(
         self, frame: _StructPointer, handler_data: _StructPointer, buffers: _StructPointer, depth: _Int64
     ) -> _Int64:
-        """Run a call with `depth` batch dimensions, at least one.  The buffers are at their first slices."""
+        """Run a call with `depth` batch dimensions, at least one.  The buffers point to their first slices."""
         batch = self.new_struct(_BatchCall, frame=frame, handler_data=handler_data, buffers=buffers, depth=depth)
         batch.count = 1
         batch.nbytes_per_slice = 0
@@ -2679,9 +2709,10 @@ class _BatchScheduler(_IRBuilder):
         return self.call("run_serial_and_measure", batch)
 
     def _add_dimension(self, batch: _StructPointer, d: _Int64) -> None:
-        """Compute the size of batch dimension d, and its stride in each buffer.  Dimension 0 is the innermost.
+        """Compute the size of batch dimension d, and its stride in each buffer.
 
-        On entry, `batch.count` and each `n_slices` cover dimensions 0 to d-1; on return, also d.
+        On entry, `batch.count` and `buffer.n_slices` are the products of the dimensions 0 to d-1, from the innermost
+        outwards.  This multiplies them by dimension d.
         """
         n_buffers = batch.handler_data.n_buffers
         size = self.variable(1)
@@ -2689,7 +2720,7 @@ class _BatchScheduler(_IRBuilder):
             buffer = batch.buffers[k]
             own_size = self.variable(1)  # stays 1 if the buffer has no batch dimensions
             with self.if_(buffer.depth > 0):
-                own_size.current = self.load(buffer.dims - (d + 1) * 8)
+                own_size.current = self.load(buffer.dims - (d + 1) * 8)  # the innermost lies just before `dims`
             broadcasts = own_size.current == 1
             size.current = self.select(broadcasts, size.current, own_size.current)
             stride = self.select(broadcasts, 0, buffer.slice_nbytes * buffer.n_slices)
@@ -2699,7 +2730,10 @@ class _BatchScheduler(_IRBuilder):
         batch.count = batch.count * size.current
 
     def _choose_inner_loops(self, batch: _StructPointer) -> None:
-        """Choose how many slices an inner loop has, and the step of each buffer in it."""
+        """Choose how many slices an inner loop has, and the step of each buffer in it.
+
+        This also computes `batch.nbytes_per_slice`.
+        """
         single_inner_loop = self.variable(1)
         with self.loop(batch.handler_data.n_buffers) as k:
             buffer = batch.buffers[k]
@@ -2715,7 +2749,7 @@ class _BatchScheduler(_IRBuilder):
     # -- a range of slices on one thread --
 
     def run_range(self, batch: _StructPointer, first: _Int64, stop: _Int64) -> None:
-        """Run the slices [first, stop), one inner loop after another.  If a slice fails, return its error at once."""
+        """Run the slices [first, stop), one inner loop after another.  If one fails, return its error at once."""
         buffers = self.alloca(_BatchedBuffer, batch.handler_data.n_buffers)
         next_index = self.variable(first)
         with self.forever():
@@ -2731,8 +2765,8 @@ class _BatchScheduler(_IRBuilder):
         """Copy the buffers of a batch to `buffers`, with their pointers at slice `index`.
 
         For example, slice 4 of a batch of 2 x 3 slices is at the position (1, 1).  A buffer of 2 x 3 slices of 100
-        bytes has the strides (300, 100), so its slice begins at byte 400.  A buffer of 1 x 3 slices has the strides
-        (0, 100), so its slice begins at byte 100.
+        bytes has the strides (300, 100), the outermost first, so its slice begins at byte 400.  A buffer of 1 x 3
+        slices has the strides (0, 100), so its slice begins at byte 100.
         """
         n_buffers = batch.handler_data.n_buffers
         self.copy_bytes(buffers, batch.buffers, n_buffers * ctypes.sizeof(_BatchedBuffer))
@@ -3189,7 +3223,7 @@ class _CallbackEmitter(_Emitter):
     The code contains the address of the function, so it is not shared (`code_key` is None).
 
     Machine code and Python exchange an int64 array: for each buffer its address and dimensions; then the address of the
-    attribute `launch`, the CUDA stream and the device ordinal (0 on a CPU); last the address of an error message.
+    launch attribute, the CUDA stream and the device ordinal (0 on a CPU); last the address of an error message.
     """
 
     def __init__(self, signature: _Signature, body: Callable[..., None], libcuda: _LibCuda | None = None) -> None:
@@ -3197,8 +3231,8 @@ class _CallbackEmitter(_Emitter):
 
         Args:
           signature: the signature of the handler.
-          body: `body(buffers, launch, stream, ordinal)` runs one slice.  `buffers` is a list of (address, shape).  An
-            exception that it raises becomes the error of the call.
+          body: `body(buffers, launch_address, stream, ordinal)` runs one slice.  `buffers` is a list of (address,
+            shape).  An exception that it raises becomes the error of the call.
           libcuda: the CUDA driver, if the buffers are in a GPU's memory.
         """
         self.libcuda = libcuda
@@ -3210,26 +3244,26 @@ class _CallbackEmitter(_Emitter):
             try:
                 values = iter(words[:n_buffer_words])
                 buffers = [(next(values), tuple(itertools.islice(values, rank))) for rank in signature.ranks]
-                launch, stream, ordinal = words[n_buffer_words:i_message]
-                body(buffers, launch, stream, ordinal)
+                launch_address, stream, ordinal = words[n_buffer_words:i_message]
+                body(buffers, launch_address, stream, ordinal)
             except BaseException as error:  # no exception may unwind into XLA
                 message = _store_error_message(error, signature.label)
             words[i_message] = message
 
         self.callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_I64))(callback)
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        stream_and_device = _write_stream_and_device(handler, frame) if self.libcuda else (0, 0)
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        stream_and_device = _write_stream_and_device(ir, frame) if self.libcuda else (0, 0)
         # The error word starts as this message.  A callback that reaches its end overwrites it, but a
         # KeyboardInterrupt may end the callback before its first line.
-        interrupted = handler.c_string(f"KeyboardInterrupt (raised in kernel '{handler.signature.label}')")
-        with handler.each_slice(buffers, count) as arrays:
+        interrupted = ir.c_string(f"KeyboardInterrupt (raised in kernel '{ir.signature.label}')")
+        with ir.each_slice(buffers, count) as arrays:
             words = [word for array in arrays for word in (array.pointer, *array.dims)]
-            words += [handler.launch_attribute(frame), *stream_and_device, interrupted]
-            memory = handler.array(words)
-            handler.call(self.callback, memory)
-            message = handler.load(memory + 8 * (len(words) - 1))
-            handler.fail(frame, message, when=message)
+            words += [ir.launch_attribute(frame), *stream_and_device, interrupted]
+            memory = ir.array(words)
+            ir.call(self.callback, memory)
+            message = ir.load(memory + 8 * (len(words) - 1))
+            ir.fail(frame, message, when=message)
 
 
 # {thread: its last error message}.  XLA copies a message before the thread can store another one.
@@ -4643,13 +4677,16 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, funct
 # CUDA's driver API, and writes a handler that launches it.  Section 6 calls `_write_cuda_copy_or_zero` and
 # `_write_stream_and_device` of 9.3, for outputs and for Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
+# A launch configuration is a tuple of 7 integers: grid (x, y, z), block (x, y, z), shared_mem.  The launch attribute of
+# a call begins with it.
+#
 # What a new version of these packages may break:
 # - With an error: `compile`, `targetoptions`, `py_func` and `_can_compile` of dispatchers; `_codelibrary` and
 #   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `cuda.gpus`, `from_cuda_array_interface`,
 #   `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the simulator.
 # - Silently: the layout of parameters, launches that need more than cuLaunchKernel (`check_launch`), the PTX of code
-#   that depends on z (`_USES_Z`), whether compiled code keeps arrays alive, and whether XLA makes the context of the
-#   call's device current.  Run the tests named test_fakecuda before a version counts as supported.
+#   that depends on z (`_PTX_MAY_DEPEND_ON_Z`), whether compiled code keeps arrays alive, and whether XLA makes the
+#   context of the call's device current.  Run the tests named test_fakecuda before a version counts as supported.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16, 1), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
@@ -4661,9 +4698,9 @@ _CUDA_LIMIT_FIXES = {
     "block": "Use smaller blocks and a larger grid.",
     "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
 }
-_CUDA_LAUNCH_WORDS = 7  # grid (x, y, z), block (x, y, z), shared_mem: the first integers of the attribute `launch`
+_CUDA_LAUNCH_WORDS = 7  # integers of a launch configuration
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
-_CUDA_WHERE = (
+_CUDA_PLATFORM_PHRASE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
     "CPUs. For compiled code on CPUs, use numba_kernel"
 )
@@ -4700,8 +4737,8 @@ def numba_cuda_kernel(
     Inputs are read-only.  Machine code launches the kernel on XLA's stream, without Python and the GIL.  XLA may
     capture the launch in a CUDA graph.  Without a GPU, a program can still be lowered for CUDA and exported.
 
-    `vmap` launches the kernel once for up to 65,535 slices.  The slices are the blocks along z, so blocks of different
-    slices must not wait for each other.  In these cases each slice is a launch of its own, in order:
+    `vmap` launches the kernel once for up to 65,535 batch elements.  Each block along z runs one of them, so a block
+    must not wait for a block of another element.  In these cases there is a launch per batch element, in order:
 
     - `vmap_method="sequential"`;
     - a grid with several blocks along z;
@@ -4791,8 +4828,8 @@ def numba_cuda_callable(
       explicit signatures for arrays, because numba-cuda passes only writable arrays to such a helper.
     - Do not use the arguments after the call, and do not call JAX.
 
-    The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per slice.
-    Without a GPU, a program can still be lowered for CUDA.
+    The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
+    element.  Without a GPU, a program can still be lowered for CUDA.
 
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
@@ -4841,7 +4878,7 @@ def _ints(value: Any, error_text: str) -> tuple:
 
 
 def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_error: str) -> int:
-    """Return a value as an int.  Raise an error if it is not one, or is out of range."""
+    """Return the value of an option as an int.  Raise an error if it is not an int, or is out of range."""
     error_text = f"{name} must be an int from {minimum} to {maximum}; got {value!r}{rest_of_error}"
     [number] = _ints((value,), error_text)
     if not minimum <= number <= maximum:
@@ -4850,9 +4887,9 @@ def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_err
 
 
 def _dim3(name: str, value: Any, origin: str = "") -> tuple:
-    """Return the (x, y, z) of an option, which is an int or one to three ints.  Check the limits of CUDA devices.
+    """Return the sizes (x, y, z) that an option gives as an int or as one to three ints.  Check CUDA's limits.
 
-    `origin` says in errors what the value was computed from.
+    `origin` is a part of errors.  It says from which option the value was computed.
     """
     error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
     sizes = _ints(value, error_text)
@@ -4886,8 +4923,7 @@ class _CudaOptions(_Options):
                 f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
                 "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
             )
-        fix = ". Pass shared_mem=4 * n_floats."
-        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, fix)
+        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, ". Pass shared_mem=4 * n_floats.")
         fix = ". For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
         _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
 
@@ -4896,6 +4932,7 @@ class _CudaWrapper(_NumbaWrapper):
     """The wrapper of a Numba CUDA kernel or of a callable."""
 
     def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        """Return the results of the call as a list, after moving aliased operands to the memory of the device."""
         operands = list(args)
         call = self._resolve_call(ins, outs)
         for i, _ in call.aliases:
@@ -4913,8 +4950,8 @@ class _CudaWrapper(_NumbaWrapper):
           package: the package of the kernels.
           call: the call, without a target.
           compile_handler: compiles the handler of a `_Signature`, or returns None if this process only lowers programs.
-          freezes_globals: whether the handler contains the values of globals.
-          key: all that decides what `compile_handler` does, besides the kernel and the signature.
+          freezes_globals: whether the handler contains the values of globals, instead of reading them in each call.
+          key: all that determines the result of `compile_handler`, besides the kernel and the signature.
         """
         _import("numba", self.decorator, _CUDA_INSTALL)  # raises an error that says what to install
         self._check_dtypes(call, _CUDA_DTYPES, why_not="that Numba CUDA has no arrays of")
@@ -4923,7 +4960,7 @@ class _CudaWrapper(_NumbaWrapper):
         specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
         compile_for_signature = functools.partial(compile_handler, signature)
         name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
-        return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_WHERE)
+        return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
 class _CudaKernel(_CudaWrapper):
@@ -4940,10 +4977,10 @@ class _CudaKernel(_CudaWrapper):
         if not callable(options.launch_dims):
             self._launch_configuration([])  # raises an error for wrong options
 
-    def __getitem__(self, launch: Any) -> Any:
+    def __getitem__(self, config: Any) -> Any:
         raise TypeError(
-            f"{self.title} is called as a function of its inputs, without [grid, block]; got [{launch}]. Its launch is "
-            "given when the wrapper is created: numba_cuda_kernel(kernel, outs, grid=..., block=...)."
+            f"{self.title} is called as a function of its inputs, without [grid, block]; got [{config}]. Give the grid "
+            "and the block when you create the wrapper: numba_cuda_kernel(kernel, outs, grid=..., block=...)."
         )
 
     def _find_target(self, call: _CallParams) -> _Target:
@@ -5119,7 +5156,7 @@ class _CudaCallable(_CudaWrapper):
         return self._find_cuda_target(package, call, compile_handler, False)
 
 
-# {what the packages and NumPy report: the problem and the fix}
+# {regular expression of an error of a package or of NumPy: the problem and the fix}
 _CALLABLE_ERRORS = {
     "Cannot modify readonly array|setitem\\(readonly array|destination is read-only": (
         "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one. Write to an "
@@ -5133,7 +5170,7 @@ _CALLABLE_ERRORS = {
 }
 
 
-def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch: int) -> None:
+def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch_address: int) -> None:
     """Call the function of a `numba_cuda_callable`.  `title` names it in errors."""
     try:
         returned = func(*arrays, stream)
@@ -5150,15 +5187,15 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 
 
 # -- 9.2 The packages that compile kernels ------------------------------------------------------------
-# All that differs between numba-cuda, numba-cuda-mlir and the simulator.
+# The differences between numba-cuda, numba-cuda-mlir and the simulator.
 
 
 class _NumbaCuda:
-    """The package numba-cuda, or the CUDA target that is part of Numba.  The base class of the other packages."""
+    """The package numba-cuda, or the CUDA target that is a part of Numba.  The other two are subclasses."""
 
     module = "numba.cuda"
     platform = "cuda"
-    adapter_inline = "never"  # the option `inline` of the user's kernel as a device function of the adapter
+    adapter_inline = "never"  # the option `inline` of a kernel that is called by another kernel (`adapted`)
 
     @property
     def cuda(self) -> Any:
@@ -5175,8 +5212,9 @@ class _NumbaCuda:
     ) -> _CompiledHandler:
         """Compile a kernel and its handler.
 
-        The handler launches once per slice, until `_CudaBatch.prepare` swaps in the batch launch.
+        The handler launches the kernel once per slice, until `_CudaBatch.compile_once` makes it launch once per batch.
         """
+        # A batch launch is compiled later.  Its code must contain the same captured values.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
         launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, check_inputs)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
@@ -5184,14 +5222,14 @@ class _NumbaCuda:
         def compile_for_batch() -> tuple:
             if in_order:
                 raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
-            if uses_z := _USES_Z.search(launcher.ptx):
+            if uses_z := _PTX_MAY_DEPEND_ON_Z.search(launcher.ptx):
                 raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
             if names := _device_arrays_written_by(kernel):
                 raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
             batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
             batch_map = argument_map._replace(slice_ranks=signature.ranks)
             batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
-            if _fingerprint(kernel) != first_fingerprint:
+            if _fingerprint(kernel) != first_fingerprint:  # checked last, because compiling reads the captured values
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
             emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
             return _compile_handler(signature, emitter), batch_launcher.max_threads
@@ -5199,9 +5237,10 @@ class _NumbaCuda:
         return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
-        """Return the kernel itself if it takes all buffers and is not fixed to explicit signatures.
+        """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature.
 
-        Otherwise, return a new dispatcher.
+        This is the user's kernel itself, if possible.  Otherwise it is a new kernel: the adapter of the argument map,
+        which calls the user's kernel as a device function; or a copy without the explicit signatures of the original.
         """
         is_plain = argument_map.is_plain_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
@@ -5252,16 +5291,16 @@ class _NumbaCuda:
                 raise _compile_error(self.module, signature, error) from error
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
-        """Raise a TypeError if cuLaunchKernel, with the parameters that a handler passes, cannot launch a kernel."""
+        """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
+        # A handler passes `n_params` integers of 64 bits, so the kernel must declare as many, and nothing else.
         n_params = sum(len(self.params(_SliceArray(0, [1] * rank, 1))) for rank in signature.ranks)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
         entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_params}}}\s*\)"
+        has_known_params = re.search(entry_with_params, ptx)
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters in a layout that this version of {self.module} has changed": not re.search(
-                entry_with_params, ptx
-            ),
+            f"parameters in an unknown layout (this version of {self.module} has another one)": not has_known_params,
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
@@ -5272,21 +5311,21 @@ class _NumbaCuda:
                 )
 
     def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
-        """Return the PTX, the name of its entry, and the machine code for the current device."""
+        """Return the PTX, the name of the kernel in it, and the machine code for the current device."""
         library = compiled._codelibrary
         cubin = library.get_cubin()
         cubin = getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
         return library.get_asm_str(), compiled.entry_name, cubin
 
     def params(self, array: _SliceArray) -> list:
-        """Return an array as the integers that a kernel takes."""
+        """Return the integers that a kernel takes for an array."""
         return _numba_array_members(array)
 
     # -- running --
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
-        """Make the primary context of a device current.  XLA uses the primary context, too."""
+        """Make the primary context of a device current, which is also the one that XLA uses."""
         with _GPUS_LOCK:
             device = self.cuda.gpus[ordinal]
         device.__enter__()
@@ -5298,21 +5337,26 @@ class _NumbaCuda:
                 device.__exit__(None, None, None)
 
     def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run(arrays, stream, launch)` in Python for each slice.
+        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
 
-        `read_only` has the numbers of the buffers that `run` gets as read-only arrays.  `launch` is the address of the
-        attribute `launch`.
+        `read_only` has the indices of the buffers that `run` gets as read-only arrays.  `launch_address` is the address
+        of the launch attribute.
         """
 
-        def body(buffers: list, launch: int, stream: int, ordinal: int) -> None:
+        def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
-                    interface = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
-                    interface["stream"] = stream  # the default stream for copies and fills of the array
+                    interface = {
+                        "shape": shape,
+                        "typestr": dtype.str,
+                        "data": (pointer, False),
+                        "version": 3,
+                        "stream": stream,  # the default stream for copies and fills of the array
+                    }
                     array = self.cuda.from_cuda_array_interface(interface, sync=False)
                     arrays.append(_as_read_only(array) if k in read_only else array)
-                run(arrays, self.cuda.external_stream(stream), launch)
+                run(arrays, self.cuda.external_stream(stream), launch_address)
 
         return _CallbackEmitter(signature, body, _LibCuda())
 
@@ -5366,7 +5410,7 @@ class _NumbaCudaMlir(_NumbaCuda):
         return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
 
     def params(self, array: _SliceArray) -> list:
-        """Return an array as the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
+        """Return the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
@@ -5389,16 +5433,16 @@ class _CudaSimulator(_NumbaCuda):
         launched = types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__)
         simulated = self.cuda.jit(launched)
 
-        def run(arrays: list, stream: Any, launch: int) -> None:
-            words = _read_launch(launch)
-            simulated[words[:3], words[3:6], stream, words[6]](*arrays)
+        def run(arrays: list, stream: Any, launch_address: int) -> None:
+            config = _read_launch_config(launch_address)
+            simulated[config[:3], config[3:6], stream, config[6]](*arrays)
 
         return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
     def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list, launch: int, *_: int) -> None:
+        def body(buffers: list, launch_address: int, *_: int) -> None:
             # Kernels run on copies, because threads of the simulator continue after an interrupt, when XLA's memory
             # is freed.
             views = []
@@ -5412,7 +5456,7 @@ class _CudaSimulator(_NumbaCuda):
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in read_only
             with _CUDASIM_LOCK:
-                run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch)
+                run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch_address)
             for k in range(signature.n_in, len(views)):
                 views[k][...] = copies[k]
 
@@ -5443,22 +5487,24 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel or of a module that the callable captures.  If it captures none, because its kernels
-    are elsewhere, this is the package that is imported.  Otherwise, this is numba-cuda-mlir if it is installed.
+    This is the package of a kernel, or of a module `cuda`, that the callable captures.  If it captures none, this is
+    the package that is imported.  If none or both are imported, this is numba-cuda-mlir if it is installed.
     """
     packages = [_CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA, _NUMBA_CUDA_MLIR]
     if importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim():
         packages.reverse()
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
-    # `max` prefers what is captured, then what is imported, then the first package.
+    # `max` prefers a captured package, then an imported one, then the first.
     return max(packages, key=lambda package: (package in captured, package.module in sys.modules))
 
 
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel, except the layout of parameters (`params`) and `_USES_Z`.  A function named `_write_...` writes
-# instructions of the handler; its arguments and results are values in the handler.
+# compiled a kernel, except for the layout of parameters (`params`) and `_PTX_MAY_DEPEND_ON_Z`.
+#
+# As in section 6, functions with a parameter `ir` (the builder) run once, to generate code of a handler.  Their
+# docstrings describe the generated code: "Load x" means that the handler loads x in each call.
 
 
 # cuda.h: CUfunction_attribute and CUdevice_attribute
@@ -5488,21 +5534,21 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded_limits_text(self, function: int, launch: tuple) -> str:
+    def exceeded_limits_text(self, function: int, config: tuple) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
         text = ""
-        for attribute, size, what in (
+        for attribute, size, unit in (
             (
                 _FUNC_MAX_THREADS_PER_BLOCK,
-                math.prod(launch[3:6]),
+                math.prod(config[3:6]),
                 "threads in a block, because of its registers or launch bounds",
             ),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, launch[6], "bytes of dynamic shared memory"),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config[6], "bytes of dynamic shared memory"),
         ):
             with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
                 limit = self.function_attribute(function, attribute)
                 if size > limit:
-                    text += f"; on this GPU the kernel can have at most {limit} {what}, and the launch has {size}"
+                    text += f"; on this GPU the kernel can have at most {limit} {unit}, and the launch has {size}"
         return text
 
     def function_attribute(self, function: int, attribute: int) -> int:
@@ -5515,7 +5561,10 @@ class _LibCuda:
             raise RuntimeError(f"{name} failed with {self.describe(code)}")
 
     def get(self, kind: Any, name: str, *args: Any) -> int:
-        """Call a function of the driver that stores a result of a C type to its first argument.  Return the result."""
+        """Call a function of the driver, whose first argument is a pointer to its result.  Return the result.
+
+        `kind` is the C type of the result.
+        """
         result = kind()
         self.call(name, ctypes.byref(result), *args)
         return result.value or 0  # the value of a null pointer is None
@@ -5530,7 +5579,10 @@ class _LibCuda:
             self.call("cuCtxSetCurrent", _PTR(context))
 
     def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
-        """Load machine code in the current context.  Return the CUfunction `entry`, with all shared memory allowed."""
+        """Load machine code in the current context, and return the CUfunction `entry`.
+
+        Its launches may have as much dynamic shared memory as the device allows.
+        """
         module = self.get(_PTR, "cuModuleLoadData", cubin)
         function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
         max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
@@ -5540,14 +5592,13 @@ class _LibCuda:
 
 
 _SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
-# PTX of a kernel that reads z of its blocks or grid, uses clusters, or calls external functions that may do so.  Then
-# the blocks along z cannot be slices.
-_USES_Z = re.compile(
+# Finds the PTX of kernels for which the blocks along z cannot be slices: they read z of their blocks or grid, use
+# clusters, or call external functions that may do so.
+_PTX_MAY_DEPEND_ON_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
     r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
 )
-# The fingerprint of each kernel at its first compilation.  A batch is compiled later; if a captured value changed in
-# between, both kernels would differ.
+# {kernel: its fingerprint at its first compilation}
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
@@ -5578,51 +5629,51 @@ def _cuda_grid_rank(kernel: Any) -> int:
     return max(ranks)
 
 
-def _write_xla_query(handler: _HandlerBuilder, frame: _StructPointer, function: str, kind: Any) -> Any:
-    """Call a function of XLA's API that fills in a struct.  If it fails, the handler returns its error."""
-    args = handler.new_struct(kind, ctx=frame.ctx)
-    error = handler.call_api(frame, function, args)
-    handler.ret(error, when=error)
+def _write_xla_query(ir: _HandlerBuilder, frame: _StructPointer, function: str, args_struct: Any) -> Any:
+    """Call a function of XLA's API that fills in its struct of arguments.  If it fails, return its error to XLA."""
+    args = ir.new_struct(args_struct, ctx=frame.ctx)
+    error = ir.call_api(frame, function, args)
+    ir.ret(error, when=error)
     return args
 
 
-def _write_stream(handler: _HandlerBuilder, frame: _StructPointer) -> _Int64:
+def _write_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
     """Get the stream of the call."""
-    return _write_xla_query(handler, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+    return _write_xla_query(ir, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
 
-def _write_stream_and_device(handler: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
+def _write_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
     """Get the stream and the CUDA ordinal of the call."""
-    ordinal = _write_xla_query(handler, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return _write_stream(handler, frame), ordinal
+    ordinal = _write_xla_query(ir, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return _write_stream(ir, frame), ordinal
 
 
 def _write_cuda_copy_or_zero(
-    handler: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, destination: _Int64, source: Any, nbytes: _Int64
+    ir: _HandlerBuilder, frame: _StructPointer, libcuda: _LibCuda, destination: _Int64, source: Any, nbytes: _Int64
 ) -> None:
     """Copy `source` to `destination`, or write zeros if `source` is the Python integer 0.
 
     This happens on the stream of the call, so that CUDA graphs can capture it.
     """
     function = "cuMemsetD8Async" if isinstance(source, int) else "cuMemcpyDtoDAsync_v2"
-    code = handler.call(libcuda.address(function), destination, source, nbytes, _write_stream(handler, frame))
-    text = f"{function} failed while it initialized an output of kernel '{handler.signature.label}'"
-    handler.fail(frame, handler.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
+    code = ir.call(libcuda.address(function), destination, source, nbytes, _write_stream(ir, frame))
+    text = f"{function} failed while it initialized an output of kernel '{ir.signature.label}'"
+    ir.fail(frame, ir.c_string(text), when=code & 0xFFFF_FFFF)  # the result is a C int
 
 
-def _write_launch_loads(handler: _HandlerBuilder, frame: _StructPointer) -> list[_Int64]:
-    """Load the launch configuration of the call: grid, block, shared_mem."""
-    first = handler.launch_attribute(frame)
-    return [handler.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+def _write_launch_config_loads(ir: _HandlerBuilder, frame: _StructPointer) -> list[_Int64]:
+    """Load the launch configuration of the call."""
+    first = ir.launch_attribute(frame)
+    return [ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
 
 
-def _read_launch(address: int) -> tuple:
-    """Return the launch configuration at an address (in Python): grid, block, shared_mem."""
+def _read_launch_config(address: int) -> tuple:
+    """Return the launch configuration at an address.  This runs in Python, in a call."""
     return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _CudaLauncher:
-    """A kernel that is loaded on each GPU, and the instructions of a handler that launch it on XLA's stream."""
+    """A kernel that is loaded on each GPU, and generated code that launches it on XLA's stream."""
 
     def __init__(
         self,
@@ -5637,43 +5688,44 @@ class _CudaLauncher:
         self.libcuda = libcuda
         self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
         self.ptx = ptx
-        self.max_threads = max_threads  # that a block of the kernel can have on every GPU
+        self.max_threads = max_threads  # the most threads that a block of the kernel can have on every GPU
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
             self.functions[ordinal] = function
 
-        def report(code: int, function: int, address: int) -> int:
-            launch = _read_launch(address)
-            shown = f"grid={launch[:3]}, block={launch[3:6]}, shared_mem={launch[6]}"
-            exceeded = libcuda.exceeded_limits_text(function, launch)
+        def report(code: int, function: int, launch_address: int) -> int:  # runs in Python, if a launch has failed
+            config = _read_launch_config(launch_address)
+            shown = f"grid={config[:3]}, block={config[3:6]}, shared_mem={config[6]}"
+            exceeded = libcuda.exceeded_limits_text(function, config)
             text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
             return _store_error_message(RuntimeError(text), label)
 
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
 
-    def write_launch_setup(self, handler: _HandlerBuilder, frame: _StructPointer) -> Callable:
-        """Write the instructions that all launches of a call share.  Return a function that writes one launch.
+    def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
+        """Load what all launches of a call share.  Return a Python function that generates the code of one launch.
 
-        That function takes the addresses of the kernel's parameters, and optionally another z of the grid.
+        The Python function takes the addresses of the kernel's parameters, and optionally another z of the grid.
         """
-        stream, ordinal = _write_stream_and_device(handler, frame)
-        function = handler.load(ordinal * 8 + ctypes.addressof(self.functions))
-        x, y, z, *block_and_shared_mem = _write_launch_loads(handler, frame)
+        stream, ordinal = _write_stream_and_device(ir, frame)
+        function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
+        x, y, z, *block_and_shared_mem = _write_launch_config_loads(ir, frame)
 
         def write_launch(params: list, z: Any = z) -> None:
-            args = function, x, y, z, *block_and_shared_mem, stream, handler.array(params), 0
-            code = handler.call(self.libcuda.address("cuLaunchKernel"), *args)
-            with handler.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
-                handler.fail(frame, handler.call(self.report, code, function, handler.launch_attribute(frame)))
+            args = function, x, y, z, *block_and_shared_mem, stream, ir.array(params), 0
+            code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
+            with ir.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
+                ir.fail(frame, ir.call(self.report, code, function, ir.launch_attribute(frame)))
 
         return write_launch
 
 
 class _CudaEmitter(_Emitter):
-    """Launches a kernel once for each slice, or in a batch launch once for many slices, the blocks along z.
+    """An emitter of code that launches a kernel: once per slice, or in a batch launch once for many slices.
 
-    The kernel of a batch launch takes arrays whose first dimension is the slice.  If a call has several blocks along z,
-    or more threads in a block than this kernel can have, each slice is a launch of another kernel.
+    In a batch launch, the blocks along z are the slices.  Its kernel takes arrays whose first dimension is the slice.
+    If a call has several blocks along z, or more threads in a block than this kernel can have, the handler launches
+    the original kernel instead, once per slice.
     """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
@@ -5684,32 +5736,33 @@ class _CudaEmitter(_Emitter):
         Args:
           package: the package that has compiled the kernel.
           launcher: the kernel.
-          per_slice_loop: for a batch launch, the address of `inner_loop` of the handler that launches each slice.
+          per_slice_loop: for batch launches, the address of `inner_loop` of the handler that launches once per slice;
+            otherwise 0.
         """
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
         self.per_slice_loop = per_slice_loop
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         if self.per_slice_loop:
-            launch = _write_launch_loads(handler, frame)
-            grid_has_z = launch[2] > 1
-            has_too_many_threads = math.prod(launch[3:6]) > self.launcher.max_threads
-            with handler.if_(grid_has_z | has_too_many_threads, likely=False):
-                handler.ret(handler.call(self.per_slice_loop, frame, buffers, count))
-        write_launch = self.launcher.write_launch_setup(handler, frame)
+            config = _write_launch_config_loads(ir, frame)
+            grid_has_z = config[2] > 1
+            has_too_many_threads = math.prod(config[3:6]) > self.launcher.max_threads
+            with ir.if_(grid_has_z | has_too_many_threads, likely=False):
+                ir.ret(ir.call(self.per_slice_loop, frame, buffers, count))
+        write_launch = self.launcher.write_launch_setup(ir, frame)
         if self.per_slice_loop:
-            with handler.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-                write_launch(self._params(handler, arrays), z=n_slices)
+            with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+                write_launch(self._store_params(ir, arrays), z=n_slices)
         else:
-            with handler.each_slice(buffers, count) as arrays:
-                write_launch(self._params(handler, arrays))
+            with ir.each_slice(buffers, count) as arrays:
+                write_launch(self._store_params(ir, arrays))
 
-    def _params(self, handler: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list:
-        """Store the kernel's parameters in memory, and return their addresses."""
+    def _store_params(self, ir: _HandlerBuilder, arrays: Sequence[_SliceArray]) -> list:
+        """Store the kernel's parameters on the stack, and return their addresses."""
         params = [word for array in arrays for word in self.package.params(array)]
-        first = handler.array(params)
+        first = ir.array(params)
         return [first + 8 * i for i in range(len(params))]
 
 
@@ -5719,19 +5772,21 @@ class _CudaBatch:
     The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(self, handler: _CompiledHandler, compile_for_batch: Callable) -> None:
-        self.handler = handler  # launches each slice, until `prepare` succeeds
-        self.compile_for_batch = compile_for_batch  # returns a handler, and the threads that its blocks can have
-        self.was_tried = False  # a failure was logged, and is not repeated
-        self.max_threads = _CUDA_MAX_THREADS  # in a block of the batch launch
+    def __init__(self, per_slice_handler: _CompiledHandler, compile_for_batch: Callable) -> None:
+        self.per_slice_handler = per_slice_handler  # the registered handler, which launches once per slice
+        self.compile_for_batch = compile_for_batch  # returns a handler, and the most threads of its blocks
+        self.was_tried = False
+        self.max_threads = _CUDA_MAX_THREADS  # the most threads that a block of the batch launch can have
         self.lock = threading.Lock()
 
-    def prepare(self, grid: tuple, block: tuple) -> None:
-        """Compile the batch launch, if that was not tried before.
+    def compile_once(self, grid: tuple, block: tuple) -> None:
+        """Compile the batch launch, unless that was tried before.  From then on, the registered handler uses it.
+
+        The caller logs the exceptions, as the reasons why a batch has a launch per slice.
 
         Raises:
-          _BatchLaunchUnsupported: if each slice of a batch with this grid and block will be a launch.
-          Exception: of any type, if the batch launch cannot be compiled.  Later calls return.
+          _BatchLaunchUnsupported: if a batch with this grid and block cannot be one launch.
+          Exception: of any type, if the compilation fails.  Later calls return, so the reason is logged once.
         """
         if grid[2] > 1:
             raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: {grid=}")
@@ -5739,9 +5794,9 @@ class _CudaBatch:
             if not self.was_tried:
                 self.was_tried = True
                 batch_handler, self.max_threads = self.compile_for_batch()
-                self.handler.keep_alive.append(batch_handler)
+                self.per_slice_handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-                self.handler.data.inner_loop = batch_handler.data.inner_loop
+                self.per_slice_handler.data.inner_loop = batch_handler.data.inner_loop
         if math.prod(block) > self.max_threads:
             raise _BatchLaunchUnsupported(
                 f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
@@ -5754,15 +5809,16 @@ class _CudaBatch:
 # What a new version of Warp may break:
 # - With an error: attributes of kernels, modules, and types of arrays, structs and elements (`_parse_parameter`,
 #   `_warp_content`).
-# - Silently.  All tests named test_warp must pass before a version counts as supported.
+# - Silently:
 #     - options that the hash of a kernel does not cover (`_warp_content`)
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
 #     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
-#       (`_WarpTarget.cuda_launch`)
+#       (`_WarpTarget.cuda_launch_config`)
 #     - which launches need more than one plain kernel launch (`_check_recorded_launch`)
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
 #     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
 #       test_warp_batch_is_one_launch counts launches.
+#   All tests named test_warp must pass before a version counts as supported.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -5791,10 +5847,11 @@ def warp_kernel(
     name: str | None = None,
     differentiable: bool = False,
 ) -> Callable[..., Any]:
-    """Create a JAX function from an NVIDIA Warp kernel, for CPUs and GPUs.
+    """Return a JAX function that launches an NVIDIA Warp kernel, on CPUs and GPUs.
 
-    The kernel is called as `kernel(inputs..., outputs..., scratch...)`.  The JAX function is called as
-    `f(inputs...)`, by position or by name, and returns the outputs.
+    The kernel stores to its outputs, and returns nothing:
+
+        kernel(*inputs, *outputs, *scratch)
 
     **Arrays.** Parameters of the type `wp.array` get JAX arrays.  The elements of vectors and matrices are trailing
     dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element may omit the
@@ -5805,9 +5862,18 @@ def warp_kernel(
     known when JAX traces the call, and each new value recompiles the traced function.  If a number changes often, such
     as a time step, make the parameter a `wp.array` of one element.
 
-    **New outputs and scratch buffers start from zeros.**  That is a right start for sums (`wp.atomic_add(out, ...)`).
-    For products, minima and maxima, zero is a wrong start.  Store the start first, or alias the output to an input
-    (`in_out_argnames`, `input_output_aliases`).
+    **New outputs and scratch buffers start from zeros.**  That is right for sums (`wp.atomic_add(out, ...)`), and wrong
+    for products, minima and maxima.  For these, let the kernel store the start value first, or alias the output to an
+    input (`in_out_argnames`, `input_output_aliases`).
+
+    **Launch dimensions.** If `launch_dims` is omitted, they are the dimensions of the first array with more than one
+    element, without the dimensions of vectors and matrices.  For an array of `wp.vec3` with the JAX shape (4, 5, 3),
+    they are (4, 5), for `i, j = wp.tid()`.  It is an error to omit `launch_dims` if `wp.tid()` returns another number
+    of indices, or if another array begins with other dimensions.  Arrays with one element, with fewer dimensions, or
+    with ones instead of these dimensions are allowed.
+
+    A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
+    find such a kernel, set `wp.config.mode = "debug"` before its first call.
 
     **Batches.** A `vmap` is one call.  On CPUs, threads share the batch elements.  On GPUs, it is one launch per
     65,535 batch elements, so a block must not wait for a block of another element.  With `vmap_method="sequential"`,
@@ -5821,30 +5887,26 @@ def warp_kernel(
     a float.  Give such constants a type, such as `wp.float64(0.1)`.
 
     Args:
-      kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  Without a kernel,
-        `warp_kernel(outs=...)` is a decorator.
-      outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a callable that returns one, as for `numba_kernel`.  The
-        callable gets the specs of arrays, and the values as they are.  If a launch dimension is 0, outputs are zeros,
-        or the input that they are aliased to.
-      launch_dims: An int, a tuple of up to 4 ints, or a callable of the inputs that returns one: the number of threads
-        for each index of `wp.tid()`.  The callable gets JAX shapes, without batch dimensions.  By default, the
-        dimensions of the first array, not counting arrays of one element, and without the dimensions of vectors and
-        matrices.  The default is allowed if `wp.tid()` returns one index per dimension, and if every other array begins
-        with the same dimensions, or with ones.  Arrays of one element, or with fewer dimensions, may have any shape.
-        Too many threads write beyond arrays and corrupt memory.  To find out, set `wp.config.mode = "debug"` before the
-        first call.
-      block_dim: An int, the number of threads per block on GPUs.  On CPUs a block has one thread.  Default 256.
-      tiled: A bool.  True for kernels whose blocks work on tiles, as with `wp.launch_tiled`.  Then `launch_dims` counts
-        blocks, in up to 3 dimensions.  Default False.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: As for `numba_kernel`.
+      kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  If it is omitted,
+        `warp_kernel(outs=...)` is a decorator to put above `@wp.kernel`.
+      outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a function of the inputs that returns one, as for
+        `numba_kernel`.  The function gets the specs of arrays, and the values as they are.  If a launch dimension is 0,
+        new outputs are zeros, and an output that is aliased to an input has its value.
+      launch_dims: The number of threads for each index of `wp.tid()`: an int, a tuple of up to 4 ints, or a function of
+        the inputs that returns one of these.  The function gets the same arguments as `outs`.  Default: see "Launch
+        dimensions" above.
+      block_dim: The number of threads in a block on GPUs, an int.  On CPUs, a block has one thread.  Default 256.
+      tiled: Whether blocks work on tiles, as with `wp.launch_tiled`, a bool.  If True, `launch_dims` counts blocks, in
+        up to 3 dimensions.  Default False.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: See `numba_kernel`.
       zero_outputs: None, True or False.  By default (None), outputs and scratch that are not aliased to an input start
         from zeros, and a kernel that never stores to an output is rejected.  With True, they start from zeros
         without this check.  With False, they are uninitialized, which saves the time for the zeros.
-      differentiable: A bool.  True adds reverse-mode derivatives for arrays of floats, by Warp's adjoint of the kernel.
-        Only first derivatives.  Default False.
+      differentiable: Whether arrays of floats have reverse-mode derivatives, computed by Warp's adjoint of the kernel,
+        a bool.  There are only first derivatives.  Default False.
 
     Returns:
-      A function of the inputs.  Its result has the structure of `outs`.
+      A function of the inputs, `f(*inputs)`, by position or by name.  Its results have the structure of `outs`.
 
     Raises:
       TypeError: If the kernel is generic, an array has a wrong shape or dtype, the kernel writes to an input, or
@@ -5879,21 +5941,17 @@ class _WarpOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problem = f"block_dim must be an int of at least 1. Got {self.block_dim!r}. Pass a size, such as block_dim=256."
-        (self.block_dim,) = _ints((self.block_dim,), problem)
-        if self.block_dim < 1:
-            raise ValueError(problem)
+        self.block_dim = _int_in_range(
+            "block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, ". Pass a size, such as block_dim=256."
+        )
         if self.tiled and self.launch_dims is None:
             raise ValueError(
                 "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
                 "a function of the inputs, such as launch_dims=lambda x: x.shape[0] // 64."
             )
-        if self.differentiable:
-            self._check_differentiable()
-
-    def _check_differentiable(self) -> None:
         for option in ("in_out_argnames", "input_output_aliases", "scratch"):
-            if value := getattr(self, option):
+            value = getattr(self, option)
+            if self.differentiable and value:
                 shown = "a function" if callable(value) else repr(value)
                 raise ValueError(
                     "differentiable=True needs all values that a kernel stores, so the kernel must not overwrite an "
@@ -5904,12 +5962,18 @@ class _WarpOptions(_Options):
 class _WarpKernel(_Wrapper):
     """A Warp kernel as a JAX function, with fixed values for some of its parameters.
 
-    The user's wrapper has no fixed values.  Its calls separate the arrays from the values.  Another `_WarpKernel`, one
-    for each combination of values, is called with the arrays:
+    The user's wrapper has no fixed values.  Its calls separate the arrays from the values, and call another
+    `_WarpKernel` with the arrays.  There is one for each combination of values:
 
         f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_inputs([x])
 
-    `params` has all parameters of the kernel, and `parameters` the names of those that are not fixed.
+    For `kernel(x, factor, out)`, the attributes are:
+
+                          the user's wrapper          the wrapper for factor=2.0
+        fixed             {}                          {"factor": 2.0}
+        parameters        ("x", "factor", "out")      ("x", "out")                    all that are not fixed
+        all_parameters    ("x", "factor", "out")      ("x", "factor", "out")
+        warp_params       {"x": `_WarpParam`, ...}    the same                        of all parameters
     """
 
     decorator = "warp_kernel"
@@ -5923,25 +5987,27 @@ class _WarpKernel(_Wrapper):
                 f"warp_kernel takes no generic kernel. {kernel.func.__name__!r} is generic. Pass an overload, such as "
                 "wp.overload(kernel, [wp.array(dtype=float), wp.array(dtype=float)])."
             )
-        self.params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
-        self.value_names = {name for name, param in self.params.items() if not param.ndim}
-        # {parameter: value}.  An array with the value None is a null array.  Later traces need a copy, because the
-        # caller may change a struct.
+        self.warp_params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
+        self.value_names = {name for name, param in self.warp_params.items() if not param.ndim}
+        # {parameter: value}, in which None is a null array.  This is a copy, because later traces need the same values,
+        # and the caller may change a struct.
         self.fixed = copy.deepcopy(fixed or {})
-        super().__init__(kernel, options, tuple(name for name in self.params if name not in self.fixed))
-        self.all_parameters = tuple(self.params)
-        self.by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
+        super().__init__(kernel, options, tuple(name for name in self.warp_params if name not in self.fixed))
+        self.all_parameters = tuple(self.warp_params)
+        self.wrapper_by_values = _BoundedCache({(): self})  # {key of the fixed values: wrapper}
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
+        """Separate the arrays from the values, and call the wrapper for these values."""
         if not named and not self.value_names and types.NoneType not in map(type, args):
             return self._call_inputs(args)  # fast path: only arrays, all by position
         arguments = self._bind_arguments(args, named)
         fixed = {}
         for name in list(arguments):
             if name in self.value_names or arguments[name] is None:
-                fixed[name] = self.params[name].check_value(arguments.pop(name))
-        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than of a generator
-        wrapper = self.by_values.get(key) or self.by_values.keep(key, _WarpKernel(self.kernel, self.options, fixed))
+                fixed[name] = self.warp_params[name].check_value(arguments.pop(name))
+        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than from a generator
+        cache = self.wrapper_by_values
+        wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_inputs([*arguments.values()])
 
     # Pickle by reference, even if no module holds the wrapper.  A pickle by value would contain the kernel's whole
@@ -5951,22 +6017,22 @@ class _WarpKernel(_Wrapper):
     # -- options that refer to arguments ---------------------------------------------------------------
 
     def _input_index(self, key: Any, n_in: int) -> int:
-        """Return the index of an aliased input.  A key that is an index counts all arguments, including values."""
-        name = dict(enumerate(self.params)).get(key, key)
+        """Return the index of an aliased input among the arrays.  A key that is an index also counts the values."""
+        name = dict(enumerate(self.warp_params)).get(key, key)
         return super()._input_index(name, n_in)
 
-    def _option_value(self, what: str, ins: Sequence[Spec]) -> Any:
-        """Return the value of an option.  If it is callable, it gets all arguments of the call, including values."""
+    def _option_value(self, name: str, ins: Sequence[Spec]) -> Any:
+        """Return the value of an option.  If it is a function, it gets all arguments of the call, including values."""
         arguments: list[Any] = list(ins)
-        for position, name in enumerate(self.params):
-            if name in self.fixed:
-                arguments.insert(position, self.fixed[name])
-        return super()._option_value(what, arguments)
+        for position, parameter in enumerate(self.warp_params):
+            if parameter in self.fixed:
+                arguments.insert(position, self.fixed[parameter])
+        return super()._option_value(name, arguments)
 
     # -- from a call to a target -----------------------------------------------------------------------
 
     def _find_target(self, call: _CallParams) -> _Target:
-        """Check the arrays of a call, and return what launches the kernel on them.
+        """Check the arrays of a call, and return its target.
 
         The order of the kernel's parameters is inputs, outputs, scratch.  An in-out argument is one parameter, in its
         place among the inputs.  In the call, it is two buffers: an input, and one of the first outputs.
@@ -5981,7 +6047,7 @@ class _WarpKernel(_Wrapper):
             )
         for buffer, (name, spec) in enumerate(zip(names, specs)):
             role = "input" if buffer < n_in else "output" if buffer < n_in + call.n_results else "scratch"
-            self.params[name].check_array(spec, "in-out" if name in self.in_outs else role)
+            self.warp_params[name].check_array(spec, "in-out" if name in self.in_outs else role)
         # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
         _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of)
@@ -5991,17 +6057,17 @@ class _WarpKernel(_Wrapper):
     def _make_target(
         self, call: _CallParams, buffer_of: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
     ) -> _WarpTarget:
-        """Return what launches the kernel, or its adjoint, on the buffers of a call.
+        """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
-          call: the `_CallParams`.
-          buffer_of: {(parameter, "data" or "grad"): index of the buffer that the parameter's array gets}.
-          user_ins: the specs of the user's inputs, for options that are callables.
+          call: the call, without a target.
+          buffer_of: {(parameter, "data" or "grad"): index of the buffer of the array or of its gradient}.
+          user_ins: the specs of the user's inputs, for options that are functions.
         """
         specs = call.ins + call.outs
         arrays = []
         for (name, field), buffer in buffer_of.items():
-            arrays.append(_WarpArray(name, field, buffer, self.params[name].array_dims(specs[buffer].shape)))
+            arrays.append(_WarpArray(name, field, buffer, self.warp_params[name].array_dims(specs[buffer].shape)))
         launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
         condition = ", if the kernel changes nothing in place" if call.aliases else ""
         target = _WarpTarget(
@@ -6035,13 +6101,16 @@ class _WarpKernel(_Wrapper):
     # -- launch dimensions -----------------------------------------------------------------------------
 
     def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
+        """Return the dimensions of a launch in threads, or in blocks if it is tiled.
+
+        `array_dims` has the dimensions of each array, without those of its elements.
+        """
         launch_dims = self._option_value("launch_dims", user_ins)
-        accesses = _warp_store_analysis(self.kernel)
+        analysis = _warp_store_analysis(self.kernel)
         shown = f"launch_dims={launch_dims}"
         is_default = launch_dims is None
         if is_default:
-            launch_dims = self._default_launch_dims(array_dims, n_arguments=len(user_ins) + len(self.fixed))
+            launch_dims = self._default_launch_dims(user_ins, array_dims)
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
         most_dims = _WARP_MAX_DIMS - self.options.tiled
         problem = (
@@ -6051,25 +6120,29 @@ class _WarpKernel(_Wrapper):
         )
         dims = _ints(launch_dims, problem)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        has_blocks = self.options.tiled or accesses.uses_tiles
-        if is_default or (accesses.n_indices and not has_blocks):
-            _check_n_indices(self.title, shown, len(dims), accesses.n_indices, "wp.tid()")
+        has_blocks = self.options.tiled or analysis.uses_tiles
+        if is_default or (analysis.n_indices and not has_blocks):
+            _check_n_indices(self.title, shown, len(dims), analysis.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(problem)
         return dims
 
-    def _default_launch_dims(self, array_dims: Mapping[str, tuple[int, ...]], n_arguments: int) -> tuple[int, ...]:
+    def _default_launch_dims(
+        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int, ...]:
         """Return the dimensions of the first array, if every other array begins with the same dimensions, or with ones.
 
-        If they differ, any choice might leave out elements or write beyond an array.  Two kinds of arrays are exempt:
-        those of one element (a parameter, or a total), and those with fewer dimensions (a value for each row).
+        If they differ, any choice might leave out elements or write beyond an array.  For example, the first array has
+        the dimensions (4, 5).  Then another array may have (4, 5, 7) or (1, 1, 7), but not (5, 4).  Two kinds of arrays
+        may have any dimensions: those of one element (a parameter, or a total), and those with fewer dimensions (a
+        value for each row).
         """
         counted = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
         first, first_dims = next(iter((counted or array_dims).items()), ("", ()))
         n_dims = len(first_dims)
         for name, dims in counted.items():
             if len(dims) >= n_dims and dims[:n_dims] not in (first_dims, (1,) * n_dims):
-                shown = ", ".join(self.all_parameters[:n_arguments])
+                shown = ", ".join(self._argument_names(user_ins))
                 raise ValueError(
                     f"{self.title}: launch_dims may be omitted only if all arrays begin with the same dimensions. "
                     f"{first!r} has {first_dims}, and {name!r} has {dims}. "
@@ -6080,6 +6153,7 @@ class _WarpKernel(_Wrapper):
     # -- derivatives -----------------------------------------------------------------------------------
 
     def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        """Return the results of the call as a list, with a VJP rule if `differentiable=True`."""
         without_vjp = functools.partial(super()._flat_results, ins, outs)
         if not self.options.differentiable:
             return without_vjp(*args)
@@ -6093,11 +6167,10 @@ class _WarpKernel(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        operands = _make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))])
         call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
+        results = call.bind(_make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))]))
         float_inputs = _float_indices(args)
-        results = call.bind(operands)
-        gradients = results[len(results) - len(float_inputs) :]
+        gradients = results[len(results) - len(float_inputs) :]  # they come last (`_resolve_adjoint`)
         cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
         for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
@@ -6107,10 +6180,10 @@ class _WarpKernel(_Wrapper):
         """Return the call of the adjoint.
 
         Warp's adjoint gets the data of all arrays, the gradients of the outputs (the cotangents), and the gradients of
-        the inputs, to which it adds.  It also overwrites some of what it gets: the cotangents, and arrays to which the
-        kernel writes in helpers, because it runs the helpers again.  So these are operands aliased to results:
+        the inputs, to which it adds.  It overwrites the cotangents.  It also runs helpers again, so it overwrites the
+        arrays to which they store.  The overwritten arrays are operands that are aliased to results:
 
-            (inputs, outputs, cotangents)  ->  (copies of what is overwritten, gradients of the inputs)
+            (inputs, outputs, cotangents)  ->  (overwritten arrays, gradients of the inputs)
         """
         n_in = len(args)
         names = self.parameters
@@ -6130,10 +6203,11 @@ class _WarpKernel(_Wrapper):
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
-        # An overwritten array has two buffers, an operand and a result, in the same memory.  Either index is right.
+        # An overwritten array has two buffers, an operand and a result.  They have the same memory, so either index is
+        # right.
         buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
         target = self._make_target(call, buffer_of, args)
-        _warn_of_stale_values(self.kernel, self.params, self.title)
+        _warn_of_stale_values(self.kernel, self.warp_params, self.title)
         return dataclasses.replace(call, target=target)
 
 
@@ -6149,10 +6223,10 @@ def _float_indices(arrays: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _warp_session() -> Iterator[Any]:
-    """Hold the lock of Warp, and yield the initialized module.
+    """Hold the lock of Warp, and yield the initialized package `warp`.
 
-    Warp's builds of modules are not thread-safe.  Warp prints no messages, unless the user has made it more verbose
-    than INFO, its default.
+    The lock is needed because Warp's builds of modules are not thread-safe.  While it is held, Warp prints only
+    warnings, unless the user has changed the log level from INFO, its default.
     """
     wp = _import("warp", "warp_kernel", _WARP_INSTALL)
     with _WARP_LOCK:
@@ -6222,21 +6296,27 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 
 @dataclasses.dataclass
 class _WarpParam:
-    """A parameter of a kernel: an array, or a value."""
+    """A parameter of a kernel, which takes an array or a value, and the checks of its argument.
 
-    title: str  # for error messages
+    For example, `x: wp.array2d(dtype=wp.vec3)` takes a JAX array float32[:,:,3].
+    """
+
+    title: str  # for error messages: "warp_kernel 'f': argument 'x'"
     type: Any  # Warp's type
-    dtype: np.dtype | None  # of the scalars; None for a struct
-    element_shape: tuple[int, ...]  # () for scalars, (3,) for vec3
-    ndim: int  # number of dimensions of an array, without those of its elements; 0 for a value
+    dtype: np.dtype | None  # of the scalars: float32; None for a struct
+    element_shape: tuple[int, ...]  # (3,); () if the elements are scalars
+    ndim: int  # number of dimensions of the array, without those of its elements: 2; 0 for a value
 
     def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the dimensions of an array, without those of its elements.  An input of one element may omit them."""
+        """Return the dimensions of an array of this shape, without those of its elements.
+
+        An input of one element may omit them.  Then they are ones.
+        """
         dims = shape[: len(shape) - len(self.element_shape)]
         return tuple(dims) or (1,) * self.ndim
 
     def __str__(self) -> str:
-        """The parameter as a JAX array: float32[:,3]."""
+        """Return the JAX array that the parameter takes, such as float32[:,3], or the type of its value."""
         scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
         dims = [":"] * self.ndim + [*map(str, self.element_shape)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
@@ -6244,7 +6324,7 @@ class _WarpParam:
     # -- values --
 
     def check_value(self, value: Any) -> Any:
-        """Return a value for the parameter as Warp can take it, or raise an error."""
+        """Return an argument that is passed by value, in a form that Warp takes.  Raise an error if it does not fit."""
         if isinstance(value, jax.core.Tracer):
             element = f"wp.{self.dtype}" if self.dtype and not self.element_shape else "..."
             raise self._error(
@@ -6255,12 +6335,12 @@ class _WarpParam:
                 "jax.jit(f, static_argnums=...)",
             )
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
-            # Warp would read the memory of any object as this struct.
+            # Warp does not check this: it would read the memory of any object as this struct.
             raise self._error(TypeError, value, f"Pass an instance of {self.type.key}")
         if self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             for number in _python_numbers(value).ravel():
-                # Warp would wrap around.
+                # Warp does not check this: the number would wrap around.
                 if isinstance(number, (int, np.integer)) and not limits.min <= number <= limits.max:
                     raise self._error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
         return np.asarray(value) if isinstance(value, jax.Array) else value
@@ -6268,7 +6348,7 @@ class _WarpParam:
     # -- arrays --
 
     def check_array(self, spec: Spec, role: str) -> None:
-        """Raise an error if an array of this spec cannot be the argument.
+        """Raise an error if the parameter cannot take an array of this spec.
 
         `role` is "input", "in-out", "output" or "scratch".
         """
@@ -6276,12 +6356,13 @@ class _WarpParam:
             raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
         if spec.dtype != self.dtype:
             raise self._error(TypeError, spec, self._dtype_fix(spec, role))
+        # An array of one element may omit its dimensions.  Then the shape is that of the element.
         has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
         if not has_all_dims and spec.shape != self.element_shape:
             raise self._error(TypeError, spec, self._shape_fix(spec, role))
         if not has_all_dims and self.element_shape and role != "input":
-            # float32[3] can mean one vec3, or, by mistake, three of them (`outs=lambda x: x`).  In the second case, the
-            # kernel would write beyond the buffer.
+            # If the elements are vec3, an output float32[3] can mean one of them, or, by mistake, three of them
+            # (`outs=lambda x: x`).  In the second case, the kernel would write beyond the buffer.
             one = (1,) * self.ndim + self.element_shape
             reshape = f", and reshape the input: x.reshape{one}" if role == "in-out" else ""
             fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
@@ -6328,7 +6409,7 @@ def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
 
 
 def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
-    """Return the description of one of Warp's arguments, or raise an error if it is not supported."""
+    """Return the `_WarpParam` for one of `kernel.adj.args`, or raise an error if its type is not supported."""
     title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
     warp_type = argument.type
     scalars = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
@@ -6336,9 +6417,10 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
     element = warp_type.dtype if is_array else warp_type
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
-    # False for arrays of structs, which JAX lacks, and for structs with arrays, whose pointers no handler replaces.
-    is_struct_without_arrays = hasattr(element, "vars") and not _contains_arrays(warp_type)
-    if dtype is None and not is_struct_without_arrays:
+    # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
+    # arrays, whose pointers the handler would not replace.
+    is_struct_value = hasattr(element, "vars") and not _contains_arrays(warp_type)
+    if dtype is None and not is_struct_value:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
             f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
@@ -6348,13 +6430,13 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
 
 
 def _contains_arrays(warp_type: Any) -> bool:
-    """Return whether a type is that of an array, or of a struct that contains one."""
+    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
     fields = getattr(warp_type, "vars", {}).values()
     return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
 
 
 def _python_numbers(value: Any) -> np.ndarray:
-    """Return the numbers of a value as an array of Python objects.  Warp's scalars have theirs in `value`."""
+    """Return the numbers of a value as an array of Python objects.  A scalar of Warp has its number in `value`."""
     return np.asarray(getattr(value, "value", value), object)
 
 
@@ -6391,15 +6473,25 @@ def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     return _STORE_ANALYSES.get(content) or _STORE_ANALYSES.keep(content, _StoreAnalysis(kernel))
 
 
-# A deferred static is a `wp.static(table[j])` with the variable j of a loop.  Warp evaluates it only when it builds the
-# kernel.  Before that, it hashes all kernels of the module without the value, and builds one kernel for each hash.  If
-# `table` is a tuple, list or other object that Warp does not hash, kernels of a factory that differ only in `table`
-# have equal hashes.  Warp builds one of them, at random.  The others have no `deferred_static_expressions`,
-# and may run its code (Warp 1.14 to 1.19, also with `wp.launch`).
+# Warp evaluates most calls of `wp.static` when it creates a kernel, but not those that use the variable of a loop:
+#
+#     def make(table):
+#         @wp.kernel
+#         def f(out: wp.array(dtype=float)):
+#             for j in range(2):
+#                 out[j] = wp.static(table[j])     # a deferred static
+#         return f
+#
+#     f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
+#
+# Warp evaluates a deferred static when it builds the module.  Before that, it hashes the kernels.  The hash covers
+# neither the values of deferred statics nor `table`, if that is a tuple, a list or another object that Warp does not
+# hash.  So `f` and `g` have the same hash, and Warp builds only one of them, at random.  The other one has no
+# `deferred_static_expressions`, and may run the code of the first (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
-    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred `wp.static`.
+    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
     The caller has updated the kernels of the module (`_warp_content`).
     """
@@ -6418,7 +6510,7 @@ def _warn_of_deferred_static(kernel: Any, title: str) -> None:
 
 
 def _captured_key(function: Any) -> tuple:
-    """Return a key of the values that a function captures, except Warp functions, which Warp hashes itself."""
+    """Return a key of the values that a function captures, except for Warp functions, which Warp hashes itself."""
     values = _captured_values(function)
     return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
@@ -6427,44 +6519,46 @@ def _captured_key(function: Any) -> tuple:
 # Warp packs the arguments of a launch into blocks of memory, one for each parameter of the compiled function.  Their
 # layout differs between versions of Warp, so nothing is assumed about it:
 #
-#     trace or lower   Warp records a launch with the real shapes and values, and with placeholder pointers for buffers.
-#                      The attribute `launch` holds the words of the recorded blocks.
+#     trace or lower   Warp records a launch with the real shapes and values, and with placeholders for the pointers to
+#                      buffers.  The recorded blocks, as words of 8 bytes, become a part of the launch attribute.
 #     call             The handler copies these words.  For each slice, it replaces each placeholder by the pointer
 #                      to the buffer, and calls the compiled function (CPU) or cuLaunchKernel (GPU).
 #
-# A batch launch (10.5) also passes the step of each buffer: the number of bytes from one slice to the next.
+# A batch launch (10.5) also passes the step of each buffer, for which there are placeholders, too.
 
 
 def _placeholder(buffer: int, is_step: bool) -> int:
-    """Return a number that stands for the pointer to a buffer, or for its step.
+    """Return the placeholder of the pointer to a buffer, or of its step.
 
-    No other word of a launch is such a number by accident.  Those of pointers are aligned, as Warp expects.
+    The number is so unusual that no other word of a launch equals it by accident.  As a pointer, it is aligned to 16
+    bytes, as Warp expects.
     """
     return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
 
 class _Placeholder(NamedTuple):
-    """A word of a launch that the handler replaces for each slice."""
+    """The place of a placeholder among the words of a launch."""
 
-    position: int  # in the words of the launch
-    buffer: int  # the index of the buffer
-    is_step: bool  # replaced by the step of the buffer; otherwise by the pointer
+    position: int  # index of the word
+    buffer: int  # index of the buffer
+    is_step: bool  # whether it stands for the step of the buffer; otherwise for the pointer
 
 
 class _WarpArray(NamedTuple):
-    """An array that a launch passes to a kernel."""
+    """An array that a launch passes to a kernel, or the gradient of an array that it passes to the adjoint."""
 
-    parameter: str
-    field: str  # "data", or "grad" for the gradient of the parameter
-    buffer: int  # the index among the inputs and outputs of the call
+    parameter: str  # the name of the kernel's parameter
+    field: str  # of Warp's array for that parameter: "data" or "grad"
+    buffer: int  # index of the buffer in the call
     dims: tuple[int, ...]  # without those of vectors and matrices
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """A launch of a kernel, or of its adjoint, that is recorded and registered when a platform needs it.
+    """The launch of a kernel, or of its adjoint, for the shapes and values of a call.
 
-    Here `name` is only for messages.  `prepare_lowering` returns a `_Target` with the registered name.
+    It is not registered.  When the platform is known, `prepare_lowering` records the launch, registers a handler, and
+    returns a `_Target` with the registered name.  Here, `name` is only for messages.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -6480,13 +6574,21 @@ class _WarpTarget(_Target):
     is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Record a launch, and register a handler for it."""
+        """Record the launch on a platform, register a handler, and return its target.
+
+        For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
+        """
         devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
         if not devices:
             return super().prepare_lowering(platform)  # raises: unsupported platform
         if platform == "cuda" and has_batch:
-            with _fall_back_to_per_slice(self.title):  # if a batch launch is unsupported, log the reason and go on
-                return self._for_batch_launch().prepare_lowering(platform)
+            with _fall_back_to_per_slice(self.title):
+                return self._for_batch_launch()._register(platform, devices)
+            # An exception was logged, and the block was left without `return`.
+        return self._register(platform, devices)
+
+    def _register(self, platform: str, devices: Sequence[str]) -> _Target:
+        """Record the launch on these devices, and register a handler, without a fallback."""
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:
@@ -6504,10 +6606,10 @@ class _WarpTarget(_Target):
         return _Target(name, emitter.launch, platform=platform, title=self.title, platform_phrase=self.platform_phrase)
 
     def _for_batch_launch(self) -> _WarpTarget:
-        """Return a target that runs a batch in one launch."""
+        """Return the launch of the batch kernel (10.5)."""
         if self.in_order:
             raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-        # Without dimensions, so that the cached batch kernel serves all shapes.
+        # One batch kernel serves arrays of all shapes, so its key in the cache has no dimensions.
         arrays = tuple(array._replace(dims=()) for array in self.arrays)
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
 
@@ -6518,7 +6620,7 @@ class _WarpTarget(_Target):
     # -- recording -------------------------------------------------------------------------------------
 
     def _record_launch(self, wp: Any, device: str) -> Any:
-        """Return Warp's recorded launch, with placeholders for pointers.  This compiles and loads the kernel."""
+        """Return Warp's record of a launch on a device, with placeholders.  This compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
         arguments, gradients = self._launch_arguments(wp, warp_types, device)
         block_dim = 1 if device == "cpu" else self.block_dim
@@ -6526,7 +6628,7 @@ class _WarpTarget(_Target):
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         if gradients:
             self._check_has_adjoint()
-            # Values have an adjoint, too, which starts from zero and is not used.
+            # Warp expects a gradient for each parameter.  That of a value is zero and not used.
             adjoint_inputs = [gradients.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
@@ -6538,11 +6640,11 @@ class _WarpTarget(_Target):
         return command
 
     def _launch_arguments(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
-        """Return {parameter: argument} and {parameter: gradient}, with arrays at placeholder pointers."""
+        """Return {parameter: argument} and {parameter: gradient}, with placeholders as the pointers of arrays."""
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
-        # Gradients ("grad") come before data, because the array with the data refers to its gradient.
-        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field, reverse=True):
+        # The gradients first (False sorts before True), because Warp's array of the data refers to its gradient.
+        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field == "data"):
             array = wp.array(
                 ptr=_placeholder(buffer, is_step=False),
                 shape=dims,
@@ -6550,7 +6652,10 @@ class _WarpTarget(_Target):
                 device=device,
                 grad=gradients.get(name),
             )
-            (arguments if field == "data" else gradients)[name] = array
+            if field == "grad":
+                gradients[name] = array
+            else:
+                arguments[name] = array
             if self.is_batch_launch:
                 arguments[_STEP.format(buffer)] = _placeholder(buffer, is_step=True)
         return arguments, gradients
@@ -6587,10 +6692,10 @@ class _WarpTarget(_Target):
     # -- reading the recorded launch -------------------------------------------------------------------
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
-        """Return the placeholders among the words of a launch.  There is at least one for each buffer."""
-        meanings: dict[int, tuple[int, bool]] = {}  # {placeholder: (buffer, is_step)}
+        """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
+        meanings = {}  # {placeholder: (buffer, is_step)}
         for array in self.arrays:
-            for is_step in {False, self.is_batch_launch}:
+            for is_step in {False, self.is_batch_launch}:  # only batch launches have steps
                 meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
         if not meanings.keys() <= set(words):
             raise NotImplementedError(
@@ -6599,8 +6704,8 @@ class _WarpTarget(_Target):
             )
         return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
-    def cuda_launch(self, command: Any, shared_mem: int) -> tuple[int, ...]:
-        """Return the grid, block and shared memory of a launch, as `wp_cuda_launch_kernel` (warp.cu) chooses them."""
+    def cuda_launch_config(self, command: Any, shared_mem: int) -> tuple[int, ...]:
+        """Return the launch configuration: grid, block, shared_mem.  This copies `wp_cuda_launch_kernel` of warp.cu."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
         if n_threads % threads_per_block and self.uses_tiles:
@@ -6620,7 +6725,8 @@ class _WarpTarget(_Target):
 def _packed_parameters(command: Any) -> list[bytes]:
     """Return the memory of each parameter of a recorded launch, padded to words of 8 bytes.
 
-    On CPUs, Warp packs parameters only when a launch runs.  So the launch runs with a function that only keeps them.
+    On CPUs, Warp packs the parameters only when a launch runs.  So we run the launch with a Python function in place
+    of the kernel, which keeps what it gets.
     """
     packed = list(command.params)
     if command.device.is_cpu:
@@ -6632,15 +6738,14 @@ def _packed_parameters(command: Any) -> list[bytes]:
         dry_run = copy.copy(command)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
-    params_memory = map(bytes, packed)
-    return [memory + bytes(-len(memory) % 8) for memory in params_memory]
+    return [memory + bytes(-len(memory) % 8) for memory in map(bytes, packed)]
 
 
 class _WarpEmitter(_Emitter):
-    """Copies the words of a recorded launch, and for each slice replaces the placeholders and starts the kernel."""
+    """An emitter of code that copies the words of a launch, and for each slice replaces placeholders and launches."""
 
     def __init__(self, target: _WarpTarget, commands: Sequence[Any]) -> None:
-        """Read the launches that were recorded on all devices of a platform, which pass the same words."""
+        """Read the recorded launches, one for each device of a platform.  All pass the same words."""
         command = commands[0]
         direction = "backward" if command.adjoint else "forward"
         self.commands = commands  # keep Warp's modules loaded
@@ -6651,62 +6756,61 @@ class _WarpEmitter(_Emitter):
         self.placeholders = target.placeholders_in(self.words)
         self.is_batch_launch = target.is_batch_launch
         if command.device.is_cpu:
-            self._prepare_for_cpu(target, entries[0])
+            self._init_for_cpu(target, entries[0])
         else:
-            launch = target.cuda_launch(command, getattr(command.hooks, f"{direction}_smem_bytes"))
-            self._prepare_for_cuda(target, entries, launch)
+            config = target.cuda_launch_config(command, getattr(command.hooks, f"{direction}_smem_bytes"))
+            self._init_for_cuda(target, entries, config)
 
-    def _prepare_for_cpu(self, target: _WarpTarget, entry: int) -> None:
-        self.launch = self.words
+    def _init_for_cpu(self, target: _WarpTarget, entry: int) -> None:
+        self.launch = self.words  # the launch attribute
         self.kernel_address = entry  # `_compile_handler` copies it to the handler's data
         if target.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock_address)
-        # Handlers with this key share their object code.  On GPUs, it contains the address of the launcher's functions.
+        # There is no such key on GPUs, where the code contains the address of the launcher's functions.
         self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
 
-    def _prepare_for_cuda(self, target: _WarpTarget, entries: Sequence[int], launch: tuple[int, ...]) -> None:
+    def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: tuple[int, ...]) -> None:
         self.libcuda = _LibCuda()
-        self.launch = (*launch, *self.words)
+        self.launch = (*config, *self.words)
         functions = dict(zip(_cuda_ordinals(), entries, strict=True))
         self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
         for entry in entries if self.is_batch_launch else ():
-            if exceeded := self.libcuda.exceeded_limits_text(entry, launch):  # a batch kernel may need more registers
-                raise _BatchLaunchUnsupported(f"it does not fit then{exceeded}")
+            if exceeded := self.libcuda.exceeded_limits_text(entry, config):  # a batch kernel may need more registers
+                raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
-        words = handler.alloca(_I64, n_words)
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         is_cuda = self.libcuda is not None
-        first = handler.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
-        handler.copy_bytes(words, first, 8 * n_words)
+        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
+        words = ir.alloca(_I64, n_words)
+        source = ir.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
+        ir.copy_bytes(words, source, 8 * n_words)
         params = [words + 8 * offset for offset in offsets]  # the address of each parameter
-        launch_kernel = self.launcher.write_launch_setup(handler, frame) if is_cuda else None
+        write_launch = self.launcher.write_launch_setup(ir, frame) if is_cuda else None
 
         def replace_placeholders(arrays: Sequence[_SliceArray]) -> None:
             for position, buffer, is_step in self.placeholders:
                 value = buffers[buffer].step if is_step else arrays[buffer].pointer
-                handler.store(value, words + 8 * position)
+                ir.store(value, words + 8 * position)
 
-        if launch_kernel and self.is_batch_launch:
-            with handler.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+        if write_launch and self.is_batch_launch:
+            with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 replace_placeholders(arrays)
-                launch_kernel(params, z=n_slices)
+                write_launch(params, z=n_slices)
             return
-        with handler.each_slice(buffers, count) as arrays:
+        with ir.each_slice(buffers, count) as arrays:
             replace_placeholders(arrays)
-            if launch_kernel:
-                launch_kernel(params)
+            if write_launch:
+                write_launch(params)
             else:
-                handler.call(handler.handler_data.kernel_address, *params)
+                ir.call(ir.handler_data.kernel_address, *params)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
-# kernel, the batch kernel.  It loops over the grid along x (`grid_stride`), because only such kernels leave z free.
-# Its first lines move each array to the slice of the block:
+# kernel, the batch kernel.  Its first lines move each array to the slice of the block:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -6714,11 +6818,12 @@ class _WarpEmitter(_Emitter):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# `_xla_move_0` adds z times the step to the pointer of the array.  The handler passes the step of each buffer in bytes.
-# If all slices share an array, its step is 0.
+# `_xla_move_0` adds z times the step to the pointer of the array of buffer 0.  The handler passes the step: the number
+# of bytes from one slice to the next, or 0 if all slices share the array.
 #
-# C++ code of the user may read z.  The user's own adjoints would not find the gradients of moved arrays.  Such kernels
-# get a launch for each slice.
+# The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
+# free.  Two kinds of kernels get a launch for each slice: C++ code of the user may read z, and the user's own adjoints
+# would not find the gradients of moved arrays.
 
 _STEP = "_xla_step_{}"  # the parameter with the step of a buffer
 _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
@@ -6735,31 +6840,32 @@ def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
 
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
+    """Create a batch kernel, or raise the reason why the kernel cannot have one."""
     if _warp_store_analysis(kernel).has_opaque_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     variables = _captured_variables(kernel.func)
-    # A copy without changes must have the same hash.  Otherwise, the globals have changed since Warp read them.
+    # A copy has the same hash, unless captured values have changed since Warp read them.
     plain_copy = _copy_kernel(kernel, source, annotations, variables)
-    plain_copy.module.get_module_hash()  # updates the kernel's hash
+    plain_copy.module.get_module_hash()  # updates `plain_copy.hash`
     if plain_copy.hash != kernel.hash:
-        raise _BatchLaunchUnsupported("what it names is something else now than when Warp read it")
-    lines = []
+        raise _BatchLaunchUnsupported("captured values have changed since Warp read them")
+    moves = []
     for name, field, buffer, _ in arrays:
         move, step = _MOVE.format(buffer), _STEP.format(buffer)
         variables[move] = _move_function(wp, plain_copy.module, move, annotations[name], field)
         annotations[step] = wp.int64
-        lines.append(f"{name} = {move}({name}, {step})")
+        moves.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
-    tree.body[0].body[:0] = ast.parse("\n".join(lines)).body
-    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)  # so that z is free
+    tree.body[0].body[:0] = ast.parse("\n".join(moves)).body
+    return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
 
 
 def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
     """Return Warp's native function that moves an array, or its gradient, to the slice of the block."""
 
-    def move(array: Any, step: Any) -> Any: ...  # exists only in C++
+    def move(array: Any, step: Any) -> Any: ...  # only for its parameters: Warp compiles the C++ snippet
 
     move.__annotations__ = {"array": array_type, "step": wp.int64, "return": array_type}
     snippet = _MOVE_SNIPPET.format(field=field)
@@ -6767,17 +6873,22 @@ def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) 
 
 
 def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, **options: Any) -> Any:
-    """Return a kernel in a module of its own, with this source and these globals."""
+    """Return a kernel with this source, in a module of its own.
+
+    Warp compiles `source`.  It also needs a function, in which it looks up the types of the parameters (annotations)
+    and the values of names (globals and closure).  The code of this function, that of the original kernel, never runs.
+    """
     function = types.FunctionType(kernel.func.__code__, variables, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
-    # Warp tells modules apart by name.
+    # Warp tells modules apart by their names, so the name contains a hash.
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash.hex(), source)}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
 
 
 # -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
-# Warp's adjoint of a kernel runs backwards through its statements.  It computes the values of variables again, except:
+# Warp's adjoint of a kernel goes backwards through its statements.  For `y = s * x[j]` it needs the values that `s` and
+# `x[j]` had in this statement.  It computes the values of variables again, but some gradients are wrong:
 #
 # - A dynamic loop keeps only the last value of each variable:
 #
@@ -6787,14 +6898,17 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 # - Stores are not repeated, so reading an output gives its final value.
 # - Some builtins have no adjoint, but a derivative that is not zero.
 #
-# A sum needs no values, so its gradient is right.  Products, functions, conditions and indices need them.  A taint
-# analysis finds such statements: variables that loops assign, and elements of outputs that are stored to again, are
-# stale; whatever is computed from a stale value is stale, too; and a nonlinear use of a stale value is reported.  The
-# verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
+# Warp does not warn of this, so `_warn_of_stale_values` does.  A taint analysis of the source finds the statements:
+#
+# 1. These values are stale: variables that a dynamic loop assigns; elements that are read from an output, if the output
+#    is stored to afterwards; and all that is computed from stale values.
+# 2. The adjoint of a sum uses no values.  The adjoints of products and functions do, and so do conditions and indices.
+# 3. An expression whose adjoint uses a stale value is reported.
+#
+# The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
 
 
 _WARNED_KERNELS: Any = weakref.WeakSet()
-_HAS_GRADIENT = "has a gradient"
 
 # Builtins whose derivative is not zero although Warp has no adjoint of them (`is_differentiable` is false).
 _WITHOUT_ADJOINT = frozenset(
@@ -6804,29 +6918,41 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
 _SUMS = frozenset({"atomic_add", "atomic_sub"})
-_STALE = "Warp's adjoint needs {} as it was in `{:.60}`, but has a later value"
+_STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value"
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
 
+# The abstract value of an expression (8.1) is a set of taints: `_HAS_GRADIENT`, `_StaleVariable`s and `_OutputRead`s.
+_HAS_GRADIENT = object()  # the taint of a value that depends on an input of floats
+
+
+class _StaleVariable(NamedTuple):
+    """The taint of a value that is computed from a variable with a wrong value in the adjoint."""
+
+    name: str
+
 
 class _OutputRead(NamedTuple):
-    """The taint of an element that was read from an output: it is stale if the output is stored to afterwards."""
+    """The taint of a value that is computed from an element of an output.  A later store makes the value stale."""
 
-    array: str
-    text: str  # `out[i]`
+    output: str
+    element: str  # `out[i]`
 
 
 class _StaleValues(_AbstractInterpreter):
     """A taint analysis of a Warp function that finds the statements whose adjoints use stale values.
 
-    The abstract value of an expression is its set of taints: names of stale variables, `_OutputRead`s, and
-    `_HAS_GRADIENT` if it depends on an input of floats.  `found` maps (file, line) to (problem, advice).
+    The result is `found`, which maps (file, line) to (problem, advice).  The arguments `without_gradient` and `outputs`
+    are names of parameters: those that are not arrays of floats, and those to which the kernel stores.
+
+    In the loop of the example above, `s` has the taints `_StaleVariable("s")` and `_HAS_GRADIENT`, and `x[j]` has
+    `_HAS_GRADIENT`.  The adjoint of their product needs both values, so `s * x[j]` is reported.
     """
 
     def __init__(self, function: Any, without_gradient: Container[str], outputs: Container[str], max_unroll: int):
         super().__init__()
         self.adjoint = function.adj
-        self.max_unroll = max_unroll
+        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
         self.loop_advice = _LOOP_ADVICE.format(max_unroll)
         self.outputs = outputs
         self.found: dict[tuple[str, int], tuple[str, str]] = {}
@@ -6841,19 +6967,19 @@ class _StaleValues(_AbstractInterpreter):
         line = node.lineno + self.adjoint.fun_lineno - 1
         self.found.setdefault((self.adjoint.filename, line), (problem, advice))
 
-    def use(self, node: Any, taints: set) -> None:
+    def note_use(self, node: Any, taints: set) -> None:
         """Note that the adjoint of an expression uses values with these taints."""
         for taint in sorted(taints - {_HAS_GRADIENT}, key=str):
             if isinstance(taint, _OutputRead):
-                self.reads.append((taint, node))
+                self.reads.append((taint, node))  # stale only if a store follows
             else:
-                self.report(node, _STALE.format(repr(taint), ast.unparse(node)), self.loop_advice)
+                self.report(node, _STALE.format(taint.name, ast.unparse(node)), self.loop_advice)
 
-    def store(self, array: str) -> None:
-        """Note a store to an output: the elements that were read before are stale."""
+    def note_store(self, output: str) -> None:
+        """Note a store to an output, and report earlier uses of its elements."""
         for read, node in self.reads:
-            if read.array == array:
-                self.report(node, _STALE.format(repr(read.text), ast.unparse(node)), _OUTPUT_ADVICE)
+            if read.output == output:
+                self.report(node, _STALE.format(read.element, ast.unparse(node)), _OUTPUT_ADVICE)
 
     # -- statements --
 
@@ -6861,30 +6987,31 @@ class _StaleValues(_AbstractInterpreter):
         match node:
             case ast.Assign(targets=[target], value=value):
                 self.assign(target, value)
-            case ast.AugAssign(target=target, op=op, value=value):
+            case ast.AugAssign(target=target, op=op, value=value):  # `x += y` is interpreted as `x = x + y`
                 self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
             case ast.Expr(value=ast.Call() as call):
                 self.evaluate_call(call, is_used=False)
             case ast.If(test=test):
-                self.use(test, self.evaluate(test))
+                self.note_use(test, self.evaluate(test))
                 super().run_statement(node)
             case ast.Break():
                 self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
-                self.use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
-                body = [ast.Assign([target], ast.Constant(0)), *body]
+                self.note_use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
+                # An iteration begins with an assignment to the loop variable: `j = 0`.  A constant has no taints.
+                iteration = [ast.Assign([target], ast.Constant(0)), *body]
                 if self.is_unrolled(iterated, body):
-                    self.run(2 * body)  # a store may follow a read of the previous iteration
+                    self.run(2 * iteration)  # twice: a store may follow a read of the previous iteration
                 else:
-                    self.run_loop(body)
+                    self.run_loop(iteration)
             case ast.While(test=test, body=body):
-                self.use(test, self.evaluate(test))  # not in the loop: Warp counts its iterations again
+                self.note_use(test, self.evaluate(test))  # not in the loop: Warp counts its iterations again
                 self.run_loop(body)
             case _:
                 super().run_statement(node)
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
-        """Return whether Warp unrolls a loop; then each iteration has its own variables."""
+        """Return whether Warp unrolls a loop.  Then each iteration has its own variables, so none is stale."""
         if any(isinstance(x, (ast.Break, ast.Continue)) for statement in body for x in ast.walk(statement)):
             return False
         try:
@@ -6900,24 +7027,30 @@ class _StaleValues(_AbstractInterpreter):
         return None
 
     def run_loop(self, body: Sequence[Any]) -> None:
+        """Interpret a dynamic loop.  The variables that it assigns are stale."""
         for name in _union(map(self.assigned_variables, body)):
-            self.variables[name] = self.variables.get(name, set()) | {name}
+            self.variables[name] = self.variables.get(name, set()) | {_StaleVariable(name)}
         super().run_loop(body)
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
-        """Return the local variables to which a statement assigns, or to a part of which."""
+        """Return the local variables to which, or to elements of which, a statement or a target assigns."""
         targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
         return set(map(_root_name, targets)) - self.parameters
 
     def assign(self, target: Any, value: Any) -> None:
-        taints = self.evaluate(value)
-        self.evaluate(target)  # its indices
-        self.store(_root_name(target))
+        """Interpret an assignment.
+
+        After `t = 2 * s` with a stale `s`, the only stale variable in the taints of `t` is `t` itself, so that a
+        warning shows a variable of the statement that it is about.
+        """
+        value_taints = self.evaluate(value)
+        self.evaluate(target)  # notes the use of its indices
+        self.note_store(_root_name(target))
         for name in self.assigned_variables(target):
-            if isinstance(target, (ast.Subscript, ast.Attribute)):  # the other elements keep their values
-                taints = taints | self.variables.get(name, set())
-            stale = {x for x in taints if isinstance(x, str)} - {_HAS_GRADIENT}
-            self.variables[name] = (taints - stale) | ({name} if stale else set())
+            is_part = isinstance(target, (ast.Subscript, ast.Attribute))  # the other elements keep their taints
+            taints = value_taints | (self.variables.get(name, set()) if is_part else set())
+            stale = {x for x in taints if isinstance(x, _StaleVariable)}
+            self.variables[name] = (taints - stale) | ({_StaleVariable(name)} if stale else set())
 
     # -- expressions --
 
@@ -6929,25 +7062,25 @@ class _StaleValues(_AbstractInterpreter):
             case ast.Attribute(attr=name) if name in _ARRAY_METADATA:
                 return set()
             case ast.Subscript(value=array, slice=index):
-                self.use(node, self.evaluate(index))
+                self.note_use(node, self.evaluate(index))
                 name = _root_name(array)
                 read = {_OutputRead(name, ast.unparse(node))} if name in self.outputs else set()
                 return self.evaluate(array) | read
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self.evaluate(left), self.evaluate(right)
                 if _HAS_GRADIENT in a | b and not _is_linear(op, a, b):
-                    self.use(node, a | b)
+                    self.note_use(node, a | b)
                 return a | b
             case ast.Call():
                 return self.evaluate_call(node, is_used=True)
             case ast.Compare():
                 return self.evaluate_children(node) - {_HAS_GRADIENT}
             case ast.IfExp(test=test):
-                self.use(test, self.evaluate(test))
+                self.note_use(test, self.evaluate(test))
         return self.evaluate_children(node)
 
     def evaluate_call(self, node: ast.Call, is_used: bool) -> set:
-        """Return the taints of a call; `is_used` says whether its value is used."""
+        """Return the taints of a call.  `is_used` says whether the kernel uses the returned value."""
         arguments = [self.evaluate(x) for x in (*node.args, *node.keywords)]
         taints = _union(arguments)
         value = self.constant(node.func)
@@ -6958,12 +7091,12 @@ class _StaleValues(_AbstractInterpreter):
             problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`"
             self.report(node, problem, "Compute the value from other functions.")
         if name in _SUMS:
-            self.use(node, _union(arguments[1:-1]))  # the indices
+            self.note_use(node, _union(arguments[1:-1]))  # the indices
         elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
-            self.use(node, taints)
+            self.note_use(node, taints)
         if _effect(function) in ("stores", "unknown"):
             for argument in node.args:
-                self.store(getattr(argument, "id", ""))
+                self.note_store(getattr(argument, "id", ""))
         return taints
 
 
@@ -6975,7 +7108,11 @@ def _root_name(target: Any) -> str:
 
 
 def _is_linear(op: ast.operator, a: set, b: set) -> bool:
-    """Return whether the adjoint of `a op b` uses neither value; operands without taints are constants."""
+    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, uses no tainted value.
+
+    The adjoint of a product needs y for the gradient of x, and x for that of y.  An operand without taints needs no
+    gradient, and is available.
+    """
     if isinstance(op, (ast.Mult, ast.MatMult)):
         return not a or not b
     return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
@@ -6992,7 +7129,7 @@ def _warp_functions(kernel: Any) -> list[Any]:
 
 
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
-    """Warn of statements whose adjoints are wrong, once for each kernel."""
+    """Warn of each statement of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
@@ -7004,7 +7141,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
     found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
-    for helper in _warp_functions(kernel)[1:]:
+    for helper in _warp_functions(kernel)[1:]:  # any parameter of a helper may have a gradient
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
         warnings.warn(
