@@ -3291,8 +3291,8 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # - with an error: `library._final_module`, `library._shared_module`, the status that `call_conv.call_function` returns;
 # - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to read-only
 #   arrays (`_IGNORE_READONLY`; test_write_that_numba_does_not_reject_changes_a_copy_of_input), the IR that
-#   `compiler.run_frontend` returns (`_only_read`; test_output_never_stored_to_raises), and the name of the call that
-#   starts threads in LLVM's text (`_uses_threads`; test_fork_reload_and_concurrent_batches_on_eight_devices).
+#   `compiler.run_frontend` returns (`_find_only_read`; test_output_never_stored_to_raises), and the name of the call
+#   that starts threads in LLVM's text (`_uses_threads`; test_fork_reload_and_concurrent_batches_on_eight_devices).
 
 _NUMBA_INSTALL = "pip install numba"
 # A new dtype is added in three places: to the names that a backend supports (_NUMBA_DTYPES, _CUDA_DTYPES,
@@ -3384,8 +3384,8 @@ def numba_kernel(
     `v = 0.5 * v + x` only creates a local variable.
 
     **Compilation.**  A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads
-    globals and closure variables.  If a plain function is wrapped again, they are read again.  A kernel that is defined
-    again, for example in a loop, shares the code of the first if their captured values are equal.  `cache=True` works,
+    globals and closure variables.  To read new values, wrap a plain function again, or define the kernel again.  If the
+    values are equal, the compiled code is used again.  `cache=True` works,
     also with explicit signatures.  Integer division by zero raises, unless the kernel is decorated with
     `error_model="numpy"`.
 
@@ -3430,8 +3430,8 @@ def numba_kernel(
         or uses object mode (see `jax.pure_callback`); if a result has another rank than in `outs`, or a dtype that
         NumPy does not cast to the declared one ("same_kind").
       ValueError: if `vmap_method` is unknown, aliases or `scalars` do not fit the call, or `name` is in use.
-      jax.errors.JaxRuntimeError: if the kernel raises an exception; the message has its type and text (a jitted
-        function may raise ValueError instead); or if a result has another shape than in `outs`.
+      jax.errors.JaxRuntimeError: if the kernel raises an exception; the message has its type and text (under
+        `jax.jit` it may be a ValueError); or if a result has another shape than in `outs`.
 
     Example:
       >>> import jax.numpy as jnp, numba
@@ -3451,8 +3451,8 @@ def numba_kernel(
 
 # -- 7.1 The wrapper: which buffer of a call is passed to which parameter of the kernel ----------------
 # The buffers of a call are numbered: the inputs, then the outputs, then scratch.  An in-out argument has two buffers of
-# the same value, that of its input and that of its output.  The kernel gets the output's, in the input's place.  The
-# arguments, in order:
+# the same value, that of its input and that of its output.  The kernel gets the output buffer, at the position of the
+# input.  The arguments, in order:
 #
 #     a kernel that writes its outputs     the inputs, the outputs that are not in-out arguments, scratch
 #     a kernel that returns its outputs    the inputs; no scratch is possible.  The results are stored to the outputs
@@ -3480,7 +3480,11 @@ class _NumbaWrapper(_Wrapper):
                     )
 
     def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
-        """Return the argument maps that fit the kernel's parameters: of one or, if it may return, both conventions."""
+        """Return the argument maps that fit the kernel's parameters.
+
+        The first one is for a kernel that writes its outputs.  If `may_return`, there is one for a kernel that returns
+        them, too.
+        """
         n_inputs = len(call.ins)
         n_buffers = n_inputs + len(call.outs)
         input_buffers = list(range(n_inputs))
@@ -3572,12 +3576,12 @@ class _NumbaKernel(_NumbaWrapper):
         kernel = self.kernel
         if isinstance(kernel, types.FunctionType):
             return numba.njit(kernel)
-        # Recreate a kernel that has explicit signatures, because it compiles no others, or `inline`, because a kernel
-        # that Numba inlines into an adapter loses its own options.  Ufuncs stay.
-        is_inlined = getattr(kernel, "targetoptions", {}).get("inline", "never") != "never"
-        if (_is_ufunc(kernel) or kernel._can_compile) and not is_inlined:
+        if _is_ufunc(kernel):
             return kernel
-        return _recreate_dispatcher(kernel)
+        # A kernel that Numba inlines into an adapter loses its own options.
+        is_inlined = kernel.targetoptions.get("inline", "never") != "never"
+        has_signatures = not kernel._can_compile  # then it compiles no others
+        return _recreate_dispatcher(kernel) if is_inlined or has_signatures else kernel
 
 
 def _is_ufunc(kernel: Any) -> bool:
@@ -3631,7 +3635,7 @@ class _ArgumentMap(NamedTuple):
             return f"b{buffer}[{z}]"
         return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
 
-    def adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
+    def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
         """Return a Python function of all buffers that calls `kernel` and then runs `last_lines`.
 
         For three buffers, of which the first is a scalar and the last is a result:
@@ -3703,21 +3707,21 @@ class _NumbaCompiler:
 
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function that takes all buffers, after all checks."""
-        compiled, readonly_error = self._compile_for_buffers(argument_map)
+        compiled, readonly_error = self._compile_readonly_or_writable(argument_map)
         unproven = set()
         if readonly_error or _may_ignore_readonly(self.kernel):
             unproven = _unproven_inputs(self.kernel, argument_map, self.signature)
             unproven -= _unwritten_buffers(compiled, self.signature)
         if readonly_error and unproven:
-            self._check_readonly_error(readonly_error, argument_map, unproven)
+            self._raise_if_input_is_stored_to(readonly_error, argument_map, unproven)
         self._check_outputs(argument_map)
         if unproven:
             _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
             with_copies = argument_map._replace(copied=frozenset(unproven))
-            compiled, _ = self._compile_for_buffers(with_copies)
+            compiled, _ = self._compile_readonly_or_writable(with_copies)
         return compiled.overload
 
-    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
+    def _compile_readonly_or_writable(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
         """Compile a function of all buffers, and check what the kernel returns.
 
         Return it, and the error for read-only inputs if it only compiles for writable ones.
@@ -3743,9 +3747,10 @@ class _NumbaCompiler:
     def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
         """Compile the kernel for buffers of these types.
 
-        Return the kernel itself if its parameters are all buffers.  Otherwise return an adapter that takes all buffers,
-        with one exception: a kernel that returns its outputs is returned itself, without an adapter, if its parameters
-        are known.  `_compile_storing_adapter` then maps its arguments.
+        - If the parameters of the kernel are all buffers, return the kernel itself.
+        - If it returns its outputs, and its parameters are known, return the kernel itself, too.  It does not take all
+          buffers, so `_compile_storing_adapter` maps its arguments.
+        - Otherwise, return an adapter that takes all buffers.
         """
         import numba
 
@@ -3762,7 +3767,7 @@ class _NumbaCompiler:
                     argument_type = argument_type.copy(readonly=False)
                 argument_types.append(argument_type)
             return _compile_types(self.kernel, tuple(argument_types))
-        adapter = numba.njit(argument_map.adapter(self.kernel, f"return {_RETURNED}"))
+        adapter = numba.njit(argument_map.make_adapter(self.kernel, f"return {_RETURNED}"))
         return _compile_types(adapter, buffer_types)
 
     def _check_returned_types(self, argument_map: _ArgumentMap, compiled: _CompiledFunction) -> None:
@@ -3771,7 +3776,8 @@ class _NumbaCompiler:
         leaves = list(_returned_leaves(returned).values())
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
         wrong = [(leaf, spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
-        if not wrong and len(leaves) == len(declared):
+        is_right_number = len(leaves) == len(declared)
+        if is_right_number and not wrong:
             return
         if not argument_map.results:
             # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
@@ -3782,7 +3788,7 @@ class _NumbaCompiler:
             )
         shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         fix = "Return one value for each of outs"
-        if wrong and len(leaves) == len(declared):
+        if is_right_number:
             leaf, (dtype, rank) = wrong[0]
             element, returned_rank = _element_and_rank(leaf)
             if returned_rank == rank:
@@ -3817,10 +3823,10 @@ class _NumbaCompiler:
         if compiled.dispatcher is not self.kernel:  # an adapter, which takes all buffers
             n_buffers = argument_map.n_buffers
             argument_map = _ArgumentMap(n_buffers, tuple(range(n_buffers)))
-        adapter = argument_map.adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
+        adapter = argument_map.make_adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
-    def _check_readonly_error(self, error: Exception, argument_map: _ArgumentMap, unproven: set[int]) -> None:
+    def _raise_if_input_is_stored_to(self, error: Exception, argument_map: _ArgumentMap, unproven: set[int]) -> None:
         """Raise an error if Numba's error for read-only inputs says that the kernel stores to one of them.
 
         Other errors come from helpers with explicit signatures, which take writable arrays only.
@@ -3838,8 +3844,16 @@ class _NumbaCompiler:
     def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
         """Raise an error if the kernel surely never stores to an output."""
         if self.checks_outputs:
-            args = self.title, self.kernel, self.parameters, argument_map, self.signature, self.n_results
-            _check_outputs_are_stored(*args, ":", alternative)
+            _check_outputs_are_stored(
+                self.kernel,
+                argument_map,
+                self.signature,
+                self.n_results,
+                title=self.title,
+                parameters=self.parameters,
+                index=":",
+                alternative=alternative,
+            )
 
 
 class _CompiledFunction(NamedTuple):
@@ -3952,8 +3966,8 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #    arrays, BLAS, exceptions and parallel loops often do not.
 # 3. Without a proof, the kernel gets a copy of this input.
 #
-# An output is surely never stored to if the kernel only reads it (`_only_read`).  LLVM's attributes do not show this,
-# because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+# An output is surely never stored to if the kernel only reads it (`_find_only_read`).  LLVM's attributes do not show
+# this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
 
 def _unproven_inputs(kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> set[int]:
@@ -3961,38 +3975,39 @@ def _unproven_inputs(kernel: Any, argument_map: _ArgumentMap, signature: _Signat
 
     Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
     """
-    only_read = _only_read(kernel)
-    passed = {buffer for parameter, buffer in enumerate(argument_map.args) if parameter not in only_read}
+    only_read = _find_only_read(kernel)
+    passed = {buffer for position, buffer in enumerate(argument_map.args) if position not in only_read}
     return passed.intersection(range(signature.n_in)) - argument_map.scalars - {*dict(signature.aliases)}
 
 
 def _check_outputs_are_stored(
-    title: str,
     kernel: Any,
-    parameters: Sequence[str],
     argument_map: _ArgumentMap,
     signature: _Signature,
     n_results: int,
+    *,
+    title: str,
+    parameters: Sequence[str],
     index: str,
     alternative: str = "",
 ) -> None:
     """Raise an error if a kernel surely never stores to an output or in-out argument.
 
     Args:
-      title: the kernel, for error messages.
       kernel: a kernel for CPUs or CUDA.
-      parameters: the names of its parameters.
       argument_map: the buffer of each parameter.
       signature: the buffers.
       n_results: the number of outputs without scratch.
+      title: the kernel, for error messages.
+      parameters: the names of its parameters.
       index: an index such as ":", for the example in the message.
       alternative: the fix if the kernel returns a value besides an `out` parameter.
     """
     n_in = signature.n_in
-    only_read = _only_read(kernel)
+    only_read = _find_only_read(kernel)
     aliased_input = {n_in + j: i for i, j in signature.aliases}
-    for parameter, (name, buffer) in enumerate(argument_map.named_args(parameters)):
-        if parameter in only_read and n_in <= buffer < n_in + n_results:
+    for position, (name, buffer) in enumerate(argument_map.named_args(parameters)):
+        if position in only_read and n_in <= buffer < n_in + n_results:
             store = f"{name}[{index if signature.ranks[buffer] else '()'}] = ..."
             is_in_out = buffer in aliased_input and aliased_input[buffer] not in argument_map.args
             raise _never_stored_error(title, name, store, alternative, is_in_out)
@@ -4029,7 +4044,8 @@ def _llvm_attributes(overload: Any) -> list[str]:
     module = _llvm_module(overload)
     name = overload.fndesc.llvm_func_name
     function = module.get_function(name)
-    # An optimized function has one of these on the pointer to its result.  With debug=True or NUMBA_OPT=0 it has none.
+    # LLVM's optimizer puts `writeonly` or `readnone` on the pointer to the result.  If both are missing, the module is
+    # not optimized yet, because of debug=True or NUMBA_OPT=0.
     if not {b"writeonly", b"readnone"}.intersection(next(function.arguments).attributes):
         module = module.clone()
         manager, builder = overload.library._codegen._module_pass_manager(opt=3)
@@ -4053,8 +4069,8 @@ def _numba_ir(kernel: Any) -> Any:
     return None
 
 
-def _only_read(kernel: Any, callers: tuple = ()) -> set:
-    """Return the parameters (by index) and the globals (by name) that a kernel or helper only reads.
+def _find_only_read(kernel: Any, callers: tuple = ()) -> set:
+    """Return the parameters (their positions) and the globals (their names) that a kernel or helper only reads.
 
     Start with all of them.  Remove each one that a non-read use may reach, directly, through a view or in a helper.  A
     use that is not known to be a read counts as a store.  If the function always raises, return an empty set.
@@ -4065,9 +4081,9 @@ def _only_read(kernel: Any, callers: tuple = ()) -> set:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, ir.Return) for block in blocks):
         return set()
-    has_containers = _decorated_backend(kernel) != "numba_cuda"  # without lists and dicts, stored values are numbers
+    is_cuda = _decorated_backend(kernel) == "numba_cuda"
     definitions: dict[str, Any] = {}  # {variable: the right-hand side of its only assignment}
-    sources: dict[str, Any] = {}  # {variable: the parameter or global}
+    origins: dict[str, Any] = {}  # {variable: the parameter or global}
     viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
     stored: list = []  # the variables that may be stored to
     for statement in (statement for block in blocks for statement in block.body):
@@ -4078,7 +4094,7 @@ def _only_read(kernel: Any, callers: tuple = ()) -> set:
         if operation == "getattr" and value.attr in _ARRAY_METADATA:
             continue
         if operation in ("Arg", "Global", "FreeVar"):
-            sources[statement.target.name] = value.index if operation == "Arg" else value.name
+            origins[statement.target.name] = value.index if operation == "Arg" else value.name
         elif operation in ("Var", "getattr", "getitem", "static_getitem", "phi"):
             viewed[statement.target.name] += statement.list_vars()
         elif operation == "call":
@@ -4087,17 +4103,21 @@ def _only_read(kernel: Any, callers: tuple = ()) -> set:
             viewed[statement.target.name] += [x for i, x in enumerate(value.args) if i in read_arguments]
             stored += [x for i, x in enumerate(value.args) if i not in read_arguments]
             stored += [x for _, x in value.kws] + ([value.vararg] if value.vararg else [])
-            is_view = isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view"
-            (viewed[statement.target.name] if is_view else stored).append(value.func)  # `x.view` or `x.sort`
-        elif operation in ("SetItem", "StaticSetItem") and not has_containers:
+            if isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view":
+                viewed[statement.target.name].append(value.func)
+            else:  # a method may store to its object: `x.sort()`
+                stored.append(value.func)
+        # On CPUs, a stored value may be an array (`a_list[0] = x`), so all variables of the statement count as stored
+        # to.  CUDA has no lists and dicts, so there only the target is stored to.
+        elif is_cuda and operation in ("SetItem", "StaticSetItem"):
             stored.append(statement.target)
-        elif operation == "inplace_binop" and not has_containers:
+        elif is_cuda and operation == "inplace_binop":
             stored.append(value.lhs)
         elif operation not in ("binop", "unary", "cast", "Return"):
             stored += statement.list_vars()
     for variable in stored:  # the list grows in this loop
         stored += viewed.pop(variable.name, [])
-    return set(sources.values()) - {sources.get(variable.name) for variable in stored}
+    return set(origins.values()) - {origins.get(variable.name) for variable in stored}
 
 
 def _arguments_only_read(callee: Any, callers: tuple) -> set:
@@ -4106,7 +4126,7 @@ def _arguments_only_read(callee: Any, callers: tuple) -> set:
 
     helper = callee.value if isinstance(callee, (ir.Global, ir.FreeVar)) else None
     is_helper = _decorated_backend(helper) is not None and helper not in callers
-    return _only_read(helper, callers) if is_helper else set()
+    return _find_only_read(helper, callers) if is_helper else set()
 
 
 # Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
@@ -4129,7 +4149,10 @@ def _may_ignore_readonly(kernel: Any) -> bool:
         names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
         if not _IGNORE_READONLY.isdisjoint(names) or any(hasattr(value, "gufunc_builder") for value in values):
             return True
-        if any(_builds_dict(each) or "dot" in each.co_names for each in nested_codes) or _builds_dict(code):
+        if any(map(_builds_dict, [code, *nested_codes])):
+            return True
+        # Numba's IR does not show the calls in nested functions, so there any `dot` counts.
+        if any("dot" in nested.co_names for nested in nested_codes):
             return True
         for name, _, call in _named_calls(_numba_ir(helper)):
             if name == "dot" and (len(call.args) > 2 or call.kws or call.vararg):
@@ -4203,32 +4226,32 @@ class _NumbaEmitter(_Emitter):
         self.alive = overload, callback
         self.code_key = "numba", bool(self.lock_address), self.starts_threads
 
-    def write(self, handler: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Write the call for each slice.  If its status is an error, end the call with the exception's message."""
         from numba.core import types as nbtypes
         from numba.core.registry import cpu_target
 
         context = cpu_target.target_context
         conv = context.call_conv
-        builder = handler.llvm_builder
-        address = handler.handler_data.kernel_address
-        with handler.each_slice(buffers, count) as arrays:
-            params = [handler.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
+        builder = ir.llvm_builder
+        address = ir.handler_data.kernel_address
+        with ir.each_slice(buffers, count) as arrays:
+            params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
             types_of_params = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
             pointer_type = conv.get_function_type(nbtypes.none, types_of_params).as_pointer()
             entry = builder.inttoptr(address.value, pointer_type)
             status, _ = conv.call_function(builder, entry, nbtypes.none, types_of_params, params)
             with builder.if_then(status.is_error, likely=False):
-                handler.fail(frame, self._write_error_message(handler, context, status))
+                ir.fail(frame, self._write_error_message(ir, context, status))
 
-    def _write_error_message(self, handler: _HandlerBuilder, context: Any, status: Any) -> _Int64:
+    def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
         """Write code that creates the Python exception, and return the address of its message."""
-        python = context.get_python_api(handler.llvm_builder)
+        python = context.get_python_api(ir.llvm_builder)
         gil = python.gil_ensure()
-        context.call_conv.raise_error(handler.llvm_builder, python, status)
-        error = handler.call("PyErr_GetRaisedException")
-        message = handler.call(handler.handler_data.report_address, error)
-        handler.call("Py_DecRef", error)
+        context.call_conv.raise_error(ir.llvm_builder, python, status)
+        error = ir.call("PyErr_GetRaisedException")
+        message = ir.call(ir.handler_data.report_address, error)
+        ir.call("Py_DecRef", error)
         python.gil_release(gil)
         return message
 
@@ -4239,8 +4262,8 @@ class _NumbaEmitter(_Emitter):
 # interpretation:
 #
 # - The abstract value of a variable is the set of its possible values: functions, modules, and views of parameters.
-#   It also holds what decides about indices (None, `...`, slices).  Numbers are omitted: the empty set means "only
-#   numbers".
+#   None, `...` and slices are kept, too, because they decide whether an index removes a dimension.  The values of
+#   calculations are omitted: the empty set means "only numbers".
 # - Branches join these sets.  Loops run to a fixpoint.
 # - Warp's language is small: no lists, lambdas, generators, or classes with methods.  An array that is passed to
 #   anything unknown counts as "may be stored to".
@@ -4314,7 +4337,7 @@ def _union(sets: Iterable[set]) -> set:
 # -- 8.2 Arrays in tuples and structs ------------------------------------------------------------------
 
 _UNKNOWN_NDIM = math.inf
-_MAX_PATH = 8  # bounds the abstract values of `t = (t, x)` in a loop
+_MAX_PATH_LENGTH = 8  # bounds the abstract values of `t = (t, x)` in a loop
 
 
 class _ArrayView(NamedTuple):
@@ -4333,8 +4356,8 @@ def _views(values: Iterable[Any]) -> list[_ArrayView]:
     return [value for value in values if isinstance(value, _ArrayView)]
 
 
-def _unknown_views(values: Iterable[Any]) -> set:
-    """Return views of these arrays with unknown dimensions."""
+def _forget_shape(values: Iterable[Any]) -> set:
+    """Return views of these arrays whose dimensions, and whose places in tuples and structs, are unknown."""
     return {_ArrayView(view.parameter) for view in _views(values)}
 
 
@@ -4342,8 +4365,8 @@ def _pack(values: Iterable[Any], field: Any) -> set:
     """Return the abstract value of a tuple or struct that has these values in one field."""
     result: set = set()
     for view in _views(values):
-        is_deep = len(view.path) >= _MAX_PATH
-        result |= _unknown_views({view}) if is_deep else {view._replace(path=(field, *view.path))}
+        is_deep = len(view.path) >= _MAX_PATH_LENGTH
+        result |= _forget_shape({view}) if is_deep else {view._replace(path=(field, *view.path))}
     return result
 
 
@@ -4356,14 +4379,17 @@ def _unpack(values: Iterable[Any], field: Any) -> set:
     return result
 
 
-def _indexed(values: Iterable[Any], indices: Sequence[Any]) -> set:
-    """Return the abstract value of an array or tuple with the indices that each remove a dimension."""
+def _index(values: Iterable[Any], indices: Sequence[Any]) -> set:
+    """Return the abstract value of an indexed array or tuple.
+
+    `indices` are the syntax trees of the indices, without slices, None and `...`, which remove no dimension.
+    """
     result = set()
     for view in _views(values):
-        if view.path:
-            index = getattr(indices[0], "value", None) if indices else None
-            result |= _unpack({view}, index) if isinstance(index, int) else _unknown_views({view})
-        elif view.ndim > len(indices):
+        if view.path:  # an array in a tuple
+            index = indices[0].value if indices and isinstance(indices[0], ast.Constant) else None
+            result |= _forget_shape({view}) if index is None else _unpack({view}, index)
+        elif view.ndim > len(indices):  # otherwise the result is an element, which is a number
             result.add(view._replace(ndim=view.ndim - len(indices)))
     return result
 
@@ -4374,29 +4400,28 @@ def _attribute(owner: Any, name: str) -> set:
         return {getattr(owner, name, None)}
     if owner.path:
         return _unpack({owner}, name)
-    return set() if name in _ARRAY_METADATA else _unknown_views({owner})
+    return set() if name in _ARRAY_METADATA else _forget_shape({owner})
 
 
 # -- 8.3 Stores to arrays ------------------------------------------------------------------------------
 # Warp itself finds its builtins by their names.  All other functions are recognized as objects.
 
-# The effect of a builtin of Warp on an array argument; any other builtin may store to it.
-_WARP_EFFECTS = {
-    "stores": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor atomic_cas atomic_exch "
-    "tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",  # to the first argument
+_BUILTINS = {  # {effect on an array argument: the builtins of Warp with this effect}
+    "stores to its first argument": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor "
+    "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",
     "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
     "volume_sample_grad_index",
-    "returns argument": "copy select where",
+    "returns its argument": "copy select where",
     "returns a view": "array view",
 }
-_WARP_EFFECT_OF = {name: effect for effect, names in _WARP_EFFECTS.items() for name in names.split()}
+_EFFECT_OF_BUILTIN = {name: effect for effect, names in _BUILTINS.items() for name in names.split()}
 
 
 def _effect(function: Any) -> str:
-    """Return what a function of a library does to an array argument: a key of `_WARP_EFFECTS`, or "unknown"."""
+    """Return what a function that is not the user's does to an array argument: a key of `_BUILTINS`, or "unknown"."""
     if _is_warp_builtin(function):
-        return _WARP_EFFECT_OF.get(function.key, "unknown")
-    return "returns a view" if isinstance(function, type) else "unknown"
+        return _EFFECT_OF_BUILTIN.get(function.key, "unknown")
+    return "reads" if isinstance(function, type) else "unknown"  # a vector or matrix type takes numbers
 
 
 def _is_warp_builtin(function: Any) -> bool:
@@ -4404,7 +4429,10 @@ def _is_warp_builtin(function: Any) -> bool:
 
 
 def _warp_function(value: Any, node: Any) -> Any:
-    """Return the function that Warp calls: a Warp function or struct, otherwise the builtin of the name in the call."""
+    """Return the function that Warp calls.
+
+    This is a Warp function or struct, otherwise the builtin with the name in the call, if there is one.
+    """
     if hasattr(value, "native_func") or hasattr(value, "vars"):
         return value
     name = getattr(node, "attr", getattr(node, "id", ""))
@@ -4424,41 +4452,43 @@ class _StoreAnalysis(_AbstractInterpreter):
     def __init__(self, kernel: Any) -> None:
         super().__init__()
         self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
-        # Parameters to which Warp's adjoint of the kernel stores again.  The adjoint first runs the code of the kernel
-        # again, without its own stores `x[i] = ...`.  Stores in called functions, and stores to components, such as
-        # `x[i][0] = ...`, do happen again.
-        self.stored_in_replay: set[str] = set()
+        # The parameters to which a backward pass would store for a second time.  Warp's adjoint runs the code of the
+        # kernel again, but skips its plain stores `x[i] = ...`.  It does not skip stores in called functions and to
+        # components (`x[i][0] = ...`).  Uncertain stores are included.
+        self.stored_again_by_adjoint: set[str] = set()
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
         self.uses_tiles = False
         self.has_opaque_code = False  # C++ code or user-defined adjoints
         # (function, arguments) -> returned value, for each function that was interpreted, or is being interpreted
         self.results: dict[tuple[Any, frozenset], set] = {}
-        self.n_assigned: dict[ast.expr, int] = {}  # expression -> how many variables it is assigned to
-        self.depth = 0  # of calls
+        self.n_targets: dict[ast.expr, int] = {}  # expression -> number of variables: 2 for `i, j = wp.tid()`
+        self.call_depth = 0  # 1 in the kernel
         arguments = []
         for arg in kernel.adj.args:
+            # Structs with arrays are rejected as parameters (10.3).  The others are numbers.
             arguments.append({_ArrayView(arg.label, arg.type.ndim)} if hasattr(arg.type, "ndim") else set())
         try:
             self.call_user_function(kernel, arguments, {}, "it is passed to unknown code")
         except RecursionError:  # in sums of hundreds of terms
             self.add_possible_store(_union(arguments), "an expression of it is nested too deeply")
 
-    def add_store(self, values: Iterable[Any], node: Any, *, is_certain: bool = True) -> None:
-        """Add a store to arrays.  `node` is the syntax tree of the store, or a reason to expect one."""
+    def add_store(self, values: Iterable[Any], node_or_reason: Any, *, is_certain: bool = True) -> None:
+        """Add a store to arrays, with the syntax tree of the store, or a reason to expect one."""
         for view in _views(values):
-            text = node if isinstance(node, str) else f"`{ast.unparse(node):.80}`"
+            text = node_or_reason if isinstance(node_or_reason, str) else f"`{ast.unparse(node_or_reason):.80}`"
             self.stores[view.parameter].append(_Store(text, is_certain))
-            if self.depth > 1 or not is_certain:
-                self.stored_in_replay.add(view.parameter)
+            if self.call_depth > 1 or not is_certain:
+                self.stored_again_by_adjoint.add(view.parameter)
 
-    def add_possible_store(self, values: Iterable[Any], node: Any) -> set:
+    def add_possible_store(self, values: Iterable[Any], node_or_reason: Any) -> set:
         """Add possible stores to arrays, and return the views that an unknown expression of them may result in."""
-        self.add_store(values, node, is_certain=False)
-        return _unknown_views(values)
+        self.add_store(values, node_or_reason, is_certain=False)
+        return _forget_shape(values)
 
     # -- functions --
 
     def evaluate_call(self, node: ast.Call) -> set:
+        """Return the abstract value of a call of any of the possible functions."""
         positional = [self.evaluate(x) for x in node.args]
         keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
         functions = self.evaluate(node.func) or {None}  # None: an unknown function
@@ -4477,18 +4507,18 @@ class _StoreAnalysis(_AbstractInterpreter):
         builtin = function.key if _is_warp_builtin(function) else ""
         self.uses_tiles |= builtin.startswith(("tile", "untile"))
         if builtin == "tid":
-            self.n_indices = max(self.n_indices, self.n_assigned.get(node, 1))
+            self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
         if builtin == "slice":
             return {slice(None)}
         match _effect(function):
-            case "stores":
+            case "stores to its first argument":
                 self.add_store(positional[0] if positional else arguments, node)
             case "reads":
                 pass
-            case "returns argument":
+            case "returns its argument":
                 return arguments
             case "returns a view":
-                return _unknown_views(arguments)
+                return _forget_shape(arguments)
             case _:
                 return self.add_possible_store(arguments, node)
         return set()
@@ -4505,17 +4535,17 @@ class _StoreAnalysis(_AbstractInterpreter):
         """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
         arguments = _union([*positional, *keywords.values()])
         tree = function.adj.tree.body[0]
-        is_native = getattr(function, "native_snippet", None)
+        native_snippet = getattr(function, "native_snippet", None)
         custom_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        if is_native or custom_adjoint:
+        if native_snippet or custom_adjoint:
             self.has_opaque_code = True
-            self.stored_in_replay |= {view.parameter for view in _views(arguments)}
-        if is_native or tree.args.vararg:
+            self.stored_again_by_adjoint |= {view.parameter for view in _views(arguments)}
+        if native_snippet or tree.args.vararg:
             return self.add_possible_store(arguments, node)
         variables = {**dict(zip([x.arg for x in tree.args.args], positional)), **keywords}
         key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
         if key not in self.results:
-            self.results[key] = _unknown_views(arguments)  # for a function that calls itself
+            self.results[key] = _forget_shape(arguments)  # for a function that calls itself
             for name, value in _captured_variables(_py_func(function)).items():
                 with contextlib.suppress(TypeError):  # no hash
                     variables.setdefault(name, {value})
@@ -4525,10 +4555,10 @@ class _StoreAnalysis(_AbstractInterpreter):
     def run_function(self, tree: Any, variables: dict[str, set]) -> set:
         """Run the body of a function and return the abstract value that it returns."""
         caller = self.variables
-        self.variables = {**variables, "return": set()}
-        self.depth += 1
+        self.variables = {**variables, "return": set()}  # a keyword, so no variable has this name
+        self.call_depth += 1
         self.run(tree.body)
-        self.depth -= 1
+        self.call_depth -= 1
         returned = self.variables["return"]
         self.variables = caller
         return returned
@@ -4538,7 +4568,7 @@ class _StoreAnalysis(_AbstractInterpreter):
     def run_statement(self, node: Any) -> None:
         match node:
             case ast.Assign(targets=[target], value=value):
-                self.n_assigned[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
+                self.n_targets[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
                 self.assign(target, self.evaluate(value), node)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.assign(target, self.evaluate(value), node)
@@ -4551,12 +4581,13 @@ class _StoreAnalysis(_AbstractInterpreter):
                 super().run_statement(node)
 
     def assign(self, target: Any, values: set, node: Any) -> None:
+        """Run the assignment of an abstract value to a target."""
         match target:
             case ast.Name(id=name):
                 self.variables[name] = values
             case ast.Tuple(elts=targets):
                 for i, part in enumerate(targets):
-                    self.assign(part, _indexed(values, [ast.Constant(i)]), node)
+                    self.assign(part, _index(values, [ast.Constant(i)]), node)
             case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=field):
                 # A field of a local struct.  Warp copies structs on assignments and calls, so no other one changes.
                 others = {view for view in _views(self.evaluate(owner)) if view.path[:1] != (field,)}
@@ -4565,17 +4596,17 @@ class _StoreAnalysis(_AbstractInterpreter):
                 self.add_store(self.stored_arrays(target), node)
 
     def stored_arrays(self, target: Any) -> set:
-        """Return the arrays to which an assignment to this target stores.
+        """Return the arrays to which an assignment to this target stores.  Note stores to components for the adjoint.
 
         For `x[i]` and its component `x[i][0]` this is `x`; for `s.a[i]` it is the array in field `a` of a struct.
         """
         self.evaluate(target)  # and the indices in it
-        node = target if isinstance(target, ast.Name) else target.value
+        node = getattr(target, "value", target)  # the array of a subscript or of an attribute
         arrays = self.evaluate_arrays(node)
         while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):  # a component of an element
             node = node.value
             arrays = self.evaluate_arrays(node)
-            self.stored_in_replay |= {view.parameter for view in arrays}
+            self.stored_again_by_adjoint |= {view.parameter for view in arrays}
         return arrays
 
     def evaluate_arrays(self, node: Any) -> set:
@@ -4597,7 +4628,7 @@ class _StoreAnalysis(_AbstractInterpreter):
                 return _union(_attribute(x, name) for x in self.evaluate(owner))
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _indexed(self.evaluate(owner), [x for x in indices if self.removes_dimension(x)])
+                return _index(self.evaluate(owner), [x for x in indices if self.removes_dimension(x)])
             case ast.Slice():
                 self.evaluate_children(node)
                 return {slice(None)}
@@ -4607,9 +4638,11 @@ class _StoreAnalysis(_AbstractInterpreter):
                 return _union(_pack(self.evaluate(item), i) for i, item in enumerate(items))
             case ast.IfExp() | ast.BoolOp():
                 return self.evaluate_children(node)
-            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Starred():  # they give numbers
+            # These give numbers.  Warp unpacks the elements of `*x[0:3]`, and nothing else.
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Starred():
                 self.evaluate_children(node)
                 return set()
+        # any other expression
         return self.add_possible_store(self.evaluate_children(node), node)
 
     def removes_dimension(self, index: Any) -> bool:
@@ -4631,7 +4664,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, analysis: _StoreAnalysis
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
     `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  An
-    in-out argument is an input that an output is aliased to.
+    in-out argument has the number of its output.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
@@ -4641,7 +4674,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, analysis: _StoreAnalysis
         if buffer < n_in and buffer not in aliases and analysis.stores[name]:
             raise _written_input_error(wrapper.title, name, analysis.stores[name][0])
         is_result = n_in <= buffer < n_in + call.n_results
-        is_checked = wrapper.options.zero_outputs is None  # the user may want zeros, or garbage
+        is_checked = wrapper.options.zero_outputs is None  # another value says that an output may stay as it starts
         if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
 
@@ -4656,16 +4689,15 @@ def _written_input_error(title: str, name: str, store: _Store) -> TypeError:
     )
 
 
-def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, function: str) -> None:
+def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index_function: str) -> None:
     """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
 
     With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
     """
     if n_dims != n_indices:
         raise ValueError(
-            f"launch_dims needs one number for each index of a thread, and none for the elements of vectors. {title}: "
-            f"{launch} has {n_dims} dimensions, but {function} gives {n_indices} indices. Give launch_dims {n_indices} "
-            "numbers."
+            f"launch_dims needs one number for each index of a thread, without the dimensions of vectors. {title}: "
+            f"{launch} has {n_dims} numbers, but {index_function} gives {n_indices} indices."
         )
 
 
@@ -4996,8 +5028,15 @@ class _CudaKernel(_CudaWrapper):
                 check_inputs = functools.partial(self._check_inputs, argument_map, signature)
                 handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature, check_inputs)
             if checks_outputs:
-                args = self.title, self.kernel, self.parameters, argument_map, signature, call.n_results
-                _check_outputs_are_stored(*args, "i")
+                _check_outputs_are_stored(
+                    self.kernel,
+                    argument_map,
+                    signature,
+                    call.n_results,
+                    title=self.title,
+                    parameters=self.parameters,
+                    index="i",
+                )
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
@@ -5249,7 +5288,7 @@ class _NumbaCuda:
         options = dict(kernel.targetoptions)
         if not is_plain:
             on_device = type(kernel)(function, {**options, "device": True, "inline": self.adapter_inline})
-            function = argument_map.adapter(on_device, cuda=self.cuda)
+            function = argument_map.make_adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, options)
 
     def compile_and_load(
@@ -5422,7 +5461,7 @@ class _CudaSimulator(_NumbaCuda):
     def compile_to_handler(
         self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, check_inputs: Callable
     ) -> _CompiledHandler:
-        adapter = argument_map.adapter(kernel.py_func)
+        adapter = argument_map.make_adapter(kernel.py_func)
 
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
@@ -5606,7 +5645,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
     names = []
     for function in _kernel_and_helpers(kernel):
-        only_read = _only_read(function)
+        only_read = _find_only_read(function)
         captured = _captured_values(_py_func(function))
         names += [name for name, value in captured if _is_device_array(value) and name not in only_read]
     return names
@@ -6187,7 +6226,7 @@ class _WarpKernel(_Wrapper):
         """
         n_in = len(args)
         names = self.parameters
-        replayed = _warp_store_analysis(self.kernel).stored_in_replay
+        replayed = _warp_store_analysis(self.kernel).stored_again_by_adjoint
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
@@ -7094,7 +7133,7 @@ class _StaleValues(_AbstractInterpreter):
             self.note_use(node, _union(arguments[1:-1]))  # the indices
         elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
             self.note_use(node, taints)
-        if _effect(function) in ("stores", "unknown"):
+        if _effect(function) in ("stores to its first argument", "unknown"):
             for argument in node.args:
                 self.note_store(getattr(argument, "id", ""))
         return taints
