@@ -4697,7 +4697,7 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index
     if n_dims != n_indices:
         raise ValueError(
             f"launch_dims needs one number for each index of a thread, without the dimensions of vectors. {title}: "
-            f"{launch} has {n_dims} numbers, but {index_function} gives {n_indices} indices."
+            f"{launch} has {n_dims} dimensions, but {index_function} gives {n_indices} indices."
         )
 
 
