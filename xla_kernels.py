@@ -18,14 +18,14 @@ The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callab
 
 The contract:
 
-- Except for what is listed below, a mistake raises an error that names its fix.
+- A mistake raises an error that names its fix, except for the cases in the next paragraph.
 - The caller's arrays never change.  If a kernel updates an argument, XLA copies it first if the old value is used.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
 By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
 that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
-and C++ code; arrays inside containers that the checks do not look into; an `__eq__` that calls different values equal;
-globals that another thread assigns during compilation.
+and C++ code; arrays inside containers that the checks do not look into; static arguments whose `__eq__` is true for
+different values; globals that another thread assigns during compilation.
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  The Numba and Warp backends need Numba 0.63 or
 later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends work here.
@@ -46,8 +46,8 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
 #     12 Backends          a table of the backends, and the self-check
 #
-# A section uses the sections above it, except that 5 uses `_Signature` (6) and `_BACKENDS` (12), and 6 calls the
-# functions of 9 that write code for GPUs.
+# A section mostly uses the sections above it.  The exceptions: 3 and 5 use types and names of later sections
+# (`_Signature`, `_BACKENDS`, `_decorated_backend`), and 6 calls the functions of 9 that write code for GPUs.
 #
 # A call of a wrapper, from the user to XLA:
 #
@@ -491,10 +491,11 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 #
 # - Numba reads captured values once, when it compiles a kernel.  So a kernel object keeps its target even if they are
 #   reassigned.
-# - If a `def` recreates a kernel, or a plain function is wrapped again, the new object is compared with earlier ones.
+# - If a `def` statement runs again, or a plain function is wrapped again, the new kernel is compared with earlier ones.
 #   If its fingerprint (code, options, captured values) equals an earlier one, it shares that target.  Without this
 #   sharing, each call of a function that defines a kernel would compile it again, and each copy would stay registered
-#   forever.  Kernels that `_is_reusable` excludes, and those with `freezes_globals=False`, never share a target.
+#   forever.  Kernels that `_is_reusable` excludes never share a target.  Nor do callables and simulated kernels,
+#   because Python reads their globals on each run.
 # - A target name contains a hash of the fingerprint, so programs in JAX's persistent cache find their kernels.  If the
 #   name is in use already, it gets a number, which depends on the order in which kernels are created.  That is safe:
 #   the key of JAX's cache contains the name, and XLA looks the name up in the running process.  At worst a cached
@@ -631,15 +632,20 @@ def _all_captured_values(kernel: Any) -> list[tuple[str, Any]]:
 # -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
 # Numba has no hash of a kernel that covers captured values.  So `_fingerprint` writes a line of text for each option,
 # code object and captured value of a kernel and its helpers.  The text is equal in all processes.  If no text can tell
-# a value apart from others, the value is also compared by identity.  In this simplified example, that is the helper:
+# a value apart from others, the value is also compared by identity.  For example:
 #
-#     n = 2.0                              text                                       identities
-#     @numba.njit(fastmath=True)           code = 9700740100... ('helper', 'n') ...
-#     def kernel(x, out):                  fastmath = bool True
-#         out[0] = helper(n * x[0])        ...
-#                                          helper = CPUDispatcher __main__ helper     helper
-#                                          n = float 2.0
-#                                          code = 97007c0064... (of the helper)
+#     n = 2.0
+#     @numba.njit(fastmath=True)
+#     def kernel(x, out):
+#         out[0] = helper(n * x[0])
+#
+# has, in short, this text, and one value that is compared by identity: `helper`.
+#
+#     code = 9700740100... ('helper', 'n') ...
+#     fastmath = bool True
+#     helper = CPUDispatcher __main__ helper
+#     n = float 2.0
+#     code = 97007c0064...                         (of the helper)
 
 
 class _IdentityKey:
@@ -730,7 +736,8 @@ def _inexact_text(value: Any) -> str:
 
 def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
-    constants = [_exact_text(constant) for _, constant in _with_parts([("", code.co_consts)])]  # never None
+    # Constants are numbers, texts, tuples, frozensets and code, so each has an exact text.
+    constants = [_exact_text(constant) for _, constant in _with_parts([("", code.co_consts)])]
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, *counts
     return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {constants}"
@@ -760,7 +767,7 @@ def _is_reusable(kernel: Any) -> bool:
 
 
 def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
-    """Return the first overload of each helper, or None if the helper is not compiled yet.
+    """Return a key for each helper: its first overload, or None if it is not compiled yet, compared by identity.
 
     `Dispatcher.recompile` replaces all overloads, and the new ones may have captured other values.  So the first
     overload of a helper shows whether it was recompiled.
@@ -776,8 +783,8 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #     kernel                shares its target with              the hash covers
 #     Numba, reusable       kernels with equal fingerprints     the specialization, and the text of the fingerprint
 #     Numba, not reusable   no other kernel                     the specialization, and the text of the fingerprint
-#     Warp                  kernels that Warp compiles only     the specialization, including Warp's hash of the kernel
-#                           once, because its hash is equal
+#     Warp                  kernels with the same hash by       the specialization, including that hash
+#                           Warp, which compiles them once
 #     any, with `name=`     as above                            only platform, signature and launch layout, so edits and
 #                                                               options do not change it
 #
@@ -787,18 +794,18 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
-# A thread that holds `_CudaBatch.lock` acquires neither of these.  `_GPUS_LOCK` is held only while a list is read.
+# A thread that holds a lock of section 9 (`_CudaBatch.lock`, `_GPUS_LOCK`) acquires neither of these.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
 #     object               lives                                  kept alive by
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
-#     kernel               as its wrappers; Numba CUDA: forever   its wrappers; `_WarpTarget`; `_CudaBatch`, which
-#                                                                 compiles it again for batch launches
+#     kernel               as long as its wrappers, and forever   its wrappers; `_WarpTarget`; `_CudaBatch`, which
+#                          for Numba CUDA                         compiles it again for batch launches
 #     captured values      forever, if the kernel is reusable     the keys of `names_by_fingerprint`
-#     `_Target`            as the wrapper and its traces          JAX's caches, under a weak reference to the wrapper
+#     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
-#     machine code         as its `_CompiledHandler`              `_CompiledHandler.keep_alive`
+#     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
 #     XLA executable       while JAX caches it                    JAX's caches; it refers to handlers only by name
 
 
@@ -813,9 +820,9 @@ class _CompiledHandler(NamedTuple):
 
 def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
     """Register a handler for all programs that call this target."""
-    # XLA gets the address in the last step that can fail.  So XLA never has the address of a handler that is freed.
     jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
     handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+    # This is the last step that can fail.  Otherwise the handler could be freed while XLA has its address.
     jax.ffi.register_ffi_target(target_name, handler, "CUDA" if platform == "cuda" else platform)
     _COMPILED_HANDLERS[target_name] = compiled
 
@@ -844,10 +851,10 @@ class _Specialization(NamedTuple):
 
 
 # Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
-_HandlerCompiler = Callable[[], "_CompiledHandler | None"]
+_CompileHandlerFunction = Callable[[], "_CompiledHandler | None"]
 
 
-_MANY_COMPILATIONS = 50  # of the same code: then a warning is due
+_MANY_COMPILATIONS = 50  # warn when the same code was compiled this often
 
 
 class _TargetRegistry:
@@ -870,7 +877,7 @@ class _TargetRegistry:
         self,
         wrapper: Any,
         specialization: _Specialization,
-        compile_handler: _HandlerCompiler,
+        compile_handler: _CompileHandlerFunction,
         freezes_globals: bool = True,
     ) -> str:
         """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
@@ -892,7 +899,9 @@ class _TargetRegistry:
                     names[specialization] = name
         return names[specialization]
 
-    def _find_or_register(self, kernel: Any, specialization: _Specialization, compile_handler: _HandlerCompiler) -> str:
+    def _find_or_register(
+        self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandlerFunction
+    ) -> str:
         """Return the target name of the kernels that are equal to this one.  Only the first of them is compiled."""
         fingerprint = _fingerprint(kernel)
         key = specialization, fingerprint, _first_overloads(kernel)
@@ -903,7 +912,7 @@ class _TargetRegistry:
             self.names_by_fingerprint[key] = name
         return self.names_by_fingerprint[key]
 
-    def warp_target_name(self, specialization: _Specialization, compile_handler: _HandlerCompiler) -> str:
+    def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
         """Return the target name of a Warp kernel.  Compile and register its handler if there is none of its content.
 
         The caller holds `_WARP_LOCK`.
@@ -914,7 +923,7 @@ class _TargetRegistry:
         return self.names_by_content[specialization]
 
     def _compile_and_register(
-        self, specialization: _Specialization, compile_handler: _HandlerCompiler, kernel_text: str = ""
+        self, specialization: _Specialization, compile_handler: _CompileHandlerFunction, kernel_text: str = ""
     ) -> str:
         """Compile a handler, register it under an unused target name, and return the name.
 
