@@ -4714,7 +4714,8 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index
 # 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
 # Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
-# simulator.  The first two compile a kernel to machine code.  This section loads the machine code on each GPU, using
+# simulator.  The CUDA target that is a part of Numba is treated like numba-cuda.  All but the simulator compile a
+# kernel to machine code.  This section loads the machine code on each GPU, using
 # CUDA's driver API, and writes a handler that launches it.  Section 6 calls `_write_cuda_copy_or_zero` and
 # `_write_stream_and_device` of 9.3, for outputs and for Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
@@ -4778,23 +4779,25 @@ def numba_cuda_kernel(
     Inputs are read-only.  Machine code launches the kernel on XLA's stream, without Python and the GIL.  XLA may
     capture the launch in a CUDA graph.  Without a GPU, a program can still be lowered for CUDA and exported.
 
-    `vmap` launches the kernel once for up to 65,535 batch elements.  Each block along z runs one of them, so a block
-    must not wait for a block of another element.  In these cases there is a launch per batch element, in order:
+    `vmap` launches the kernel once for up to 65,535 batch elements.  Each element has its own z index of the grid, so a
+    block must not wait for a block with another z.  In these cases there is a launch per batch element, in order:
 
     - `vmap_method="sequential"`;
     - a grid with several blocks along z;
     - a kernel that reads z of its blocks or grid, uses clusters, calls external functions, or may write to a global
       device array;
-    - a batch launch that cannot be compiled, whose kernel cannot have so many threads in a block, or whose captured
-      values have changed since the kernel was compiled.
+    - the compilation for batches fails, or captured values have changed since the kernel was compiled;
+    - the kernel that is compiled for batches allows fewer threads in a block than the launch has.
 
     The logger of this module states the reason, at level DEBUG.
 
-    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream for each output, and for the
-    whole batch.
+    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream per output, not per batch
+    element.
 
     A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
-    lives.  A kernel that writes to such an array changes the caller's array.  CUDA kernels cannot raise exceptions.
+    lives.  A kernel that writes to such an array changes the caller's array.
+
+    CUDA kernels cannot raise exceptions.
 
     If NUMBA_ENABLE_CUDASIM=1 is set before Numba is imported, kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
@@ -4862,21 +4865,25 @@ def numba_cuda_callable(
     (`x.copy_to_host(stream=stream)`, then `stream.synchronize()`).  These rules are its own responsibility:
 
     - Launch every kernel on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
-    - Store the results to the outputs, and change no input.  Inputs are read-only device arrays, unless an output is
-      aliased to them.  The launch of a kernel that assigns to an element of an input raises an error.  Three kinds of
-      stores are not noticed: atomics and cache-hinted stores; stores of a kernel that was compiled for writable arrays
-      before (with explicit signatures, or by numba-cuda-mlir); all stores, if a referenced kernel has a helper with
-      explicit signatures for arrays, because numba-cuda passes only writable arrays to such a helper.
+    - Store the results to the outputs, and change no input.
     - Do not use the arguments after the call, and do not call JAX.
+
+    Inputs are read-only device arrays, unless an output is aliased to them.  The launch of a kernel that assigns to an
+    element of an input raises an error.  These stores are not noticed:
+
+    - atomics and stores with cache hints;
+    - stores of a kernel that was compiled for writable arrays before, with explicit signatures or by numba-cuda-mlir;
+    - all stores, if a referenced kernel has a helper with explicit signatures for arrays, because numba-cuda passes
+      only writable arrays to such a helper.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
     element.  Without a GPU, a program can still be lowered for CUDA.
 
     Args:
-      func: A Python function or method.  The arrays and the stream belong to the CUDA package that is imported
-        (`numba.cuda` or `numba_cuda_mlir`).  If both are imported, they belong to the one whose kernel or `cuda` is
-        referenced by `func` (as a global, closure variable or default, also in a tuple or list), or else to
-        `numba_cuda_mlir`.  Create the wrapper once, because a new handler is compiled for each new function object.
+      func: A Python function or method.  The arrays and the stream belong to the CUDA package (`numba.cuda` or
+        `numba_cuda_mlir`) whose kernel or module `cuda` is referenced by `func`, as a global, closure variable or
+        default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Create the
+        wrapper once, because a new handler is compiled for each new function object.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -4999,8 +5006,8 @@ class _CudaWrapper(_NumbaWrapper):
         signature = call.signature(self.__name__)
         cache_key = "cuda", package.module, *key
         specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
-        compile_for_signature = functools.partial(compile_handler, signature)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_for_signature, freezes_globals)
+        compile_this_handler = functools.partial(compile_handler, signature)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_this_handler, freezes_globals)
         return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
@@ -5016,7 +5023,7 @@ class _CudaKernel(_CudaWrapper):
         super().__init__(kernel, options)
         self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
-            self._launch_configuration([])  # raises an error for wrong options
+            self._launch_config([])  # raises an error for wrong options
 
     def __getitem__(self, config: Any) -> Any:
         raise TypeError(
@@ -5026,7 +5033,7 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_configuration(call.ins, _cuda_grid_rank(self.kernel))
+        launch = self._launch_config(call.ins, _cuda_grid_rank(self.kernel))
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
@@ -5072,7 +5079,7 @@ class _CudaKernel(_CudaWrapper):
           signature: the buffers.
           dispatcher: the kernel, or an adapter that calls it.
           compiled: what the dispatcher has compiled.
-          readonly_error: the error for read-only inputs; None if `compiled` was compiled for these.
+          readonly_error: why the compilation for read-only inputs failed; None if it succeeded.
         """
         unproven = _unproven_inputs(self.kernel, argument_map, signature)
         names = [repr(name) for name, buffer in argument_map.named_args(self.parameters) if buffer in unproven]
@@ -5087,14 +5094,14 @@ class _CudaKernel(_CudaWrapper):
                 "the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
                 f"Numba's error for read-only arrays:\n{readonly_error}"
             ) from readonly_error
-        statement = _find_ignored_readonly(dispatcher, compiled)
+        statement = _find_store_to_readonly(dispatcher, compiled)
         if statement:
             raise TypeError(
                 f"{rule} may write to input {shown}: Numba CUDA ignores that the array is read-only in "
                 f"{statement}. {fix}"
             )
 
-    def _launch_configuration(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
+    def _launch_config(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
         """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
 
         `n_indices` is the number of indices that the kernel gets from `cuda.grid`, or 0 if it is unknown.
@@ -5129,8 +5136,8 @@ def _has_helper_for_writable_arrays(function: Any) -> bool:
 _CUDA_STORES = frozenset("stcg stcs stwb stwt".split())
 
 
-def _find_ignored_readonly(dispatcher: Any, compiled: Any) -> str | None:
-    """Return a statement in which Numba CUDA ignores that an array is read-only; None if there is none.
+def _find_store_to_readonly(dispatcher: Any, compiled: Any) -> str | None:
+    """Return a statement in which Numba CUDA may store to a read-only array; None if there is none.
 
     The types that Numba inferred for a kernel and its helpers show these statements: atomics, stores with cache hints,
     stores through `.flat` and, in numba-cuda-mlir 0.6.0, writable results of `.view`.
@@ -5141,23 +5148,23 @@ def _find_ignored_readonly(dispatcher: Any, compiled: Any) -> str | None:
     annotations = [compiled.type_annotation]
     for annotation in annotations:  # the list grows in this loop
         for statement, signature in annotation.calltypes.items():
-            if signature is None:
-                continue
             if type(statement).__name__ in ("SetItem", "StaticSetItem"):
-                is_ignored = not getattr(getattr(signature.args[0], "array_type", None), "mutable", True)
-            elif statement.op == "call":
+                array_type = getattr(signature.args[0], "array_type", None)  # of `x.flat`
+                is_store = not getattr(array_type, "mutable", True)
+            elif signature and statement.op == "call":
                 callee_type = annotation.typemap[statement.func.name]
-                overloads = getattr(getattr(callee_type, "dispatcher", None), "overloads", {})
-                annotations += [overloads[signature.args].type_annotation] if signature.args in overloads else []
-                is_ignored = _ignores_readonly(callee_type, signature)
+                helper = getattr(getattr(callee_type, "dispatcher", None), "overloads", {}).get(signature.args)
+                if helper and helper.type_annotation not in annotations:
+                    annotations.append(helper.type_annotation)
+                is_store = _may_store_to_readonly(callee_type, signature)
             else:
-                is_ignored = False
-            if is_ignored:
-                return _show_statement(statement)
+                is_store = False
+            if is_store:
+                return _statement_text(statement)
     return None
 
 
-def _ignores_readonly(callee_type: Any, signature: Any) -> bool:
+def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
     """Return whether a function with this Numba type and signature may write to a read-only array."""
     function = getattr(callee_type, "typing_key", None)
     if function == "Array.view":
@@ -5167,7 +5174,7 @@ def _ignores_readonly(callee_type: Any, signature: Any) -> bool:
     return is_store and _is_library_module(function.__module__) and not getattr(signature.args[0], "mutable", True)
 
 
-def _show_statement(statement: Any) -> str:
+def _statement_text(statement: Any) -> str:
     """Return the source line of a statement in Numba's IR, or its place if there is no source."""
     location = statement.loc
     line = linecache.getline(location.filename, location.line).strip()
@@ -5251,7 +5258,7 @@ class _NumbaCuda:
 
     @property
     def runs_here(self) -> bool:
-        return self.platform == "cpu" or bool(_cuda_ordinals())
+        return bool(_cuda_ordinals())
 
     # -- compiling --
 
@@ -5266,6 +5273,7 @@ class _NumbaCuda:
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
         launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, check_inputs)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
+        per_slice_loop = handler.data.inner_loop  # before `_CudaBatch.compile_once` replaces it
 
         def compile_for_batch() -> tuple:
             if in_order:
@@ -5279,7 +5287,7 @@ class _NumbaCuda:
             batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
             if _fingerprint(kernel) != first_fingerprint:  # checked last, because compiling reads the captured values
                 raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            emitter = _CudaEmitter(self, batch_launcher, handler.data.inner_loop)
+            emitter = _CudaEmitter(self, batch_launcher, per_slice_loop)
             return _compile_handler(signature, emitter), batch_launcher.max_threads
 
         return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
@@ -5309,14 +5317,14 @@ class _NumbaCuda:
             compiled, readonly_error = self.compile_for_signature(dispatcher, signature)
             if check_inputs:
                 check_inputs(dispatcher, compiled, readonly_error)
-            ptx, entry, _ = self.ptx_entry_and_cubin(compiled)
+            ptx, entry = self.ptx_and_entry(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
         functions = {}
         max_threads = _CUDA_MAX_THREADS
         for ordinal in ordinals:
             with self.on_device(ordinal):
-                functions[ordinal] = function = libcuda.load(self.ptx_entry_and_cubin(compiled)[2], entry, ordinal)
+                functions[ordinal] = function = libcuda.load(self.cubin(compiled), entry, ordinal)
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
         return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
 
@@ -5324,7 +5332,7 @@ class _NumbaCuda:
         """Compile a kernel for the current device.
 
         Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because helpers
-        with explicit signatures take no others.  Return the compiled kernel, and the error for read-only arrays.
+        with explicit signatures accept only these.  Return the compiled kernel, and the error for read-only arrays.
         """
         import numba
 
@@ -5348,7 +5356,7 @@ class _NumbaCuda:
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
             "a cooperative launch": "cudaCG" in ptx,
-            f"parameters in an unknown layout (this version of {self.module} has another one)": not has_known_params,
+            f"parameters in a layout of {self.module} that this library does not know": not has_known_params,
         }
         for obstacle, is_present in obstacles.items():
             if is_present:
@@ -5358,12 +5366,14 @@ class _NumbaCuda:
                     "with numba_cuda_callable."
                 )
 
-    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
-        """Return the PTX, the name of the kernel in it, and the machine code for the current device."""
-        library = compiled._codelibrary
-        cubin = library.get_cubin()
-        cubin = getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
-        return library.get_asm_str(), compiled.entry_name, cubin
+    def ptx_and_entry(self, compiled: Any) -> tuple[str, str]:
+        """Return the PTX, and the name of the kernel in it."""
+        return compiled._codelibrary.get_asm_str(), compiled.entry_name
+
+    def cubin(self, compiled: Any) -> Any:
+        """Return the machine code for the current device."""
+        cubin = compiled._codelibrary.get_cubin()
+        return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
 
     def params(self, array: _SliceArray) -> list:
         """Return the integers that a kernel takes for an array."""
@@ -5454,8 +5464,11 @@ class _NumbaCudaMlir(_NumbaCuda):
     module = "numba_cuda_mlir.cuda"
     adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
 
-    def ptx_entry_and_cubin(self, compiled: Any) -> tuple:
-        return compiled.ptx, compiled.metadata["func_name"], compiled.metadata["cubin"]
+    def ptx_and_entry(self, compiled: Any) -> tuple[str, str]:
+        return compiled.ptx, compiled.metadata["func_name"]
+
+    def cubin(self, compiled: Any) -> Any:
+        return compiled.metadata["cubin"]
 
     def params(self, array: _SliceArray) -> list:
         """Return the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
@@ -5466,6 +5479,7 @@ class _CudaSimulator(_NumbaCuda):
     """Numba's simulator, which runs one kernel at a time, in Python."""
 
     platform = "cpu"
+    runs_here = True
 
     def compile_to_handler(
         self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, check_inputs: Callable
@@ -5535,16 +5549,18 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
 def _callable_package(func: Any) -> _NumbaCuda:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel, or of a module `cuda`, that the callable captures.  If it captures none, this is
-    the package that is imported.  If none or both are imported, this is numba-cuda-mlir if it is installed.
+    This is the package of a kernel, or of a module `cuda`, that the callable captures.  If it captures none or both,
+    this is the package that is imported.  If none or both are imported, this is numba-cuda-mlir if it is installed.
     """
-    packages = [_CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA, _NUMBA_CUDA_MLIR]
-    if importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim():
-        packages.reverse()
+    numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
+    packages = [numba_cuda, _NUMBA_CUDA_MLIR]
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
-    # `max` prefers a captured package, then an imported one, then the first.
-    return max(packages, key=lambda package: (package in captured, package.module in sys.modules))
+    for known in ([x for x in packages if x in captured], [x for x in packages if x.module in sys.modules]):
+        if len(known) == 1:
+            return known[0]
+    has_mlir = importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim()
+    return _NUMBA_CUDA_MLIR if has_mlir else numba_cuda
 
 
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
@@ -5760,7 +5776,8 @@ class _CudaLauncher:
         x, y, z, *block_and_shared_mem = _write_launch_config_loads(ir, frame)
 
         def write_launch(params: list, z: Any = z) -> None:
-            args = function, x, y, z, *block_and_shared_mem, stream, ir.array(params), 0
+            extra = 0  # the last parameter of cuLaunchKernel
+            args = function, x, y, z, *block_and_shared_mem, stream, ir.array(params), extra
             code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
             with ir.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
                 ir.fail(frame, ir.call(self.report, code, function, ir.launch_attribute(frame)))
@@ -5820,8 +5837,8 @@ class _CudaBatch:
     The target name does not change, so existing and exported programs use the new code, too.
     """
 
-    def __init__(self, per_slice_handler: _CompiledHandler, compile_for_batch: Callable) -> None:
-        self.per_slice_handler = per_slice_handler  # the registered handler, which launches once per slice
+    def __init__(self, registered_handler: _CompiledHandler, compile_for_batch: Callable) -> None:
+        self.registered_handler = registered_handler  # at first it launches once per slice
         self.compile_for_batch = compile_for_batch  # returns a handler, and the most threads of its blocks
         self.was_tried = False
         self.max_threads = _CUDA_MAX_THREADS  # the most threads that a block of the batch launch can have
@@ -5842,9 +5859,9 @@ class _CudaBatch:
             if not self.was_tried:
                 self.was_tried = True
                 batch_handler, self.max_threads = self.compile_for_batch()
-                self.per_slice_handler.keep_alive.append(batch_handler)
+                self.registered_handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-                self.per_slice_handler.data.inner_loop = batch_handler.data.inner_loop
+                self.registered_handler.data.inner_loop = batch_handler.data.inner_loop
         if math.prod(block) > self.max_threads:
             raise _BatchLaunchUnsupported(
                 f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
