@@ -1108,8 +1108,8 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     Args:
       specs: the user's pytree of objects with `.shape` and `.dtype`.
       subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
-      ins: the specs of the inputs.  None at construction, when inputs are unknown: dtypes are then not truncated.
-        Otherwise dtypes are truncated to 32 bits, as JAX does if x64 is disabled.
+      ins: the specs of the inputs; None at construction, when inputs are unknown.  With inputs, dtypes are truncated to
+        32 bits if x64 is disabled, except a dtype that an input has, or that `jax_explicit_x64_dtypes` allows.
     """
     if specs is None:
         raise TypeError(
@@ -1141,7 +1141,6 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
     dtype = np.dtype(declared.dtype)
     if ins is None:
         return Spec(shape, dtype)
-    # An input may have 64 bits even if x64 is disabled, and then an output may, too.
     is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW" or any(x.dtype == dtype for x in ins)
     allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # truncates only if x64 is disabled
     if allowed != dtype:
@@ -1199,8 +1198,11 @@ def _arity_problem(option: Callable, name: str, n_in: int, parameters: Sequence[
         signature = inspect.signature(option)
     except (TypeError, ValueError):  # some builtins have no signature
         return ""
-    with contextlib.suppress(TypeError):
+    try:
         signature.bind(*[None] * n_in)
+    except TypeError:
+        pass
+    else:
         return ""
     taken = list(signature.parameters)
     names = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
@@ -1239,7 +1241,8 @@ def _check_call_signature(
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "" if args else ", or pass the missing ones to op(...) by name"  # no inputs: only keywords
+        # Without inputs, the missing arguments can only be those that are passed by name.
+        fix = ", or pass the missing ones to op(...) by name" if not args else ""
         raise TypeError(
             f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}. "
             f"{advice}".rstrip()
@@ -1346,7 +1349,7 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
     if not dtype.isnative:
         return f'Convert the byte order, {variable}.astype({variable}.dtype.newbyteorder("=")).'
     wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
-    return f'Cast it to a dtype of JAX, {variable}.astype("{wide or "float32"}").'
+    return f'Cast it to a dtype of JAX, {variable}.astype("{wide}").' if wide else "Convert it to a dtype of JAX."
 
 
 # ======================================================================================================
@@ -1392,7 +1395,8 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the results, and the effects."""
-    # An operand with size 1 is shared by all slices (`_call_batching`), so it does not decide.
+    # The batch has the sharding of the operands that are not shared by all slices.  Shared ones have size 1
+    # (`_call_batching`).
     axes_per_dim = [[x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch))]
     partition = _batch_partition(axes_per_dim)
     results = call.outs[: call.n_results]
@@ -1517,7 +1521,7 @@ def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
 
 
 def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[int]) -> Any:
-    """Put an optimization barrier behind the values with these indices: XLA does not fuse or move code across it."""
+    """Pass the values with these indices through an optimization barrier: XLA moves and fuses no code across it."""
 
     def with_barriers(*values: Any) -> list:
         return [jax.lax.optimization_barrier(x) if k in indices else x for k, x in enumerate(values)]
@@ -1575,7 +1579,7 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 #       result   [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
 #
 # - If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.
-# - The leading dimensions of the batch are partitioned, as long as the number of all devices divides their sizes.
+# - The leading dimensions of the batch are partitioned, as long as each size is a multiple of the number of devices.
 #   Otherwise XLA pads the batch, and if the kernel raises an error on the padding, the other devices wait forever.
 #   A size that only some mesh axes divide is not enough, because XLA may partition it over more axes, with padding: on
 #   8 devices, `x[:4]` stays partitioned over all 8.
@@ -1631,9 +1635,10 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
 def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
     """Return for each operand whether it is replicated.
 
-    An operand is replicated if all slices share it: its batch dimensions all have size 1.  There is one exception.  XLA
-    copies the sharding of operand 0 to all partitioned operands (FindCommonSharding), so if a shared operand follows a
-    batched one, operand 0 is never replicated.  For example, if x is batched, and v and w are shared:
+    An operand is replicated if all slices share it: its batch dimensions all have size 1.  There is one exception.
+    Where the shardings of operands differ, XLA uses that of operand 0 for all of them (FindCommonSharding).  With two
+    shared operands, of which the second follows a batched one, XLA would then gather the batched operand.  In this
+    case operand 0 is broadcast instead.  For example, if x is batched, and v and w are shared:
 
         operands (v, x)       v is replicated
         operands (x, w)       w is replicated
@@ -1806,7 +1811,8 @@ class _PickledByReference:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        # Another process may have another main module.  `builtins._` is the last result at the prompt.
+        # `__main__` is only a fallback, because an unrelated process has another one.  `builtins._` is the last result
+        # at the prompt.
         importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
         return self._reduce_to_variable(importable) or self._reduce_without_module()
 
@@ -1832,7 +1838,8 @@ class _PickledByReference:
 
 
 def _loaded(data: bytes) -> Any:
-    """Recreate a wrapper from the data of `_Wrapper._reduce_without_module`.  Pickles contain this function's name."""
+    """Recreate a wrapper from the data of `_Wrapper._reduce_without_module`."""
+    # Do not rename this function, because pickles contain its name.
     make, *args = pickle.loads(data)
     return make(*args)
 
@@ -1881,8 +1888,8 @@ class _Wrapper(_PickledByReference):
             raise TypeError(f"{self.title} is a method, and `self` is not an array. {_KERNEL_TYPE_ADVICE['method']}")
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
-        # The first outputs are the in-out arguments, in the order of the kernel's parameters.  So the order of a list
-        # must be the same.  A set has no order (`_as_names`).
+        # The first results are the in-out arguments, in the order of the kernel's parameters.  A list must have this
+        # order, because a user reads it as the order of the results.  A set has no order (`_as_names`).
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         if isinstance(options.in_out_argnames, list) and options.in_out_argnames != self.in_outs:
             raise ValueError(
@@ -1891,11 +1898,11 @@ class _Wrapper(_PickledByReference):
                 "order."
             )
 
-        def call(*args: Any) -> Any:  # a function whose name appears in jaxprs and profiles
+        def traced(*args: Any) -> Any:
             return self._trace(*args)
 
-        call.__name__ = call.__qualname__ = self.__name__
-        self._jitted = jax.jit(call)
+        traced.__name__ = traced.__qualname__ = self.__name__  # this name appears in jaxprs and profiles
+        self._jitted = jax.jit(traced)
 
     def _copy_metadata(self, kernel: Any) -> None:
         """Copy the kernel's name and docstring, as `functools.wraps` does, but not its annotations.
@@ -1934,7 +1941,8 @@ class _Wrapper(_PickledByReference):
         n = len(args) + len(named)
         names = self.parameters[:n]
         arguments = dict(zip(names, args), **named)
-        if len(arguments) != n or arguments.keys() != set(names):  # a name passed twice, unknown, or not the next one
+        is_duplicate = len(arguments) != n  # a name that is also passed by position
+        if is_duplicate or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
         return {name: arguments[name] for name in names}
 
@@ -2071,7 +2079,11 @@ class _Wrapper(_PickledByReference):
         )
 
     def _check_in_out_parameters(self, call: _CallParams) -> None:
-        """Raise an error if the kernel declares a separate output parameter for an in-out argument."""
+        """Raise an error if the kernel declares a separate output parameter for an in-out argument.
+
+        A correct kernel has one parameter for an in-out argument, which is an input and an output.  If a kernel has a
+        parameter for each input and each output, it probably repeats the in-out arguments.
+        """
         n_in = len(call.ins)
         extra = self.parameters[n_in:][: len(self.in_outs)]
         if not extra or len(self.parameters) != n_in + len(call.outs):
@@ -2094,9 +2106,11 @@ def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], al
     if j not in range(len(outs)):
         return f"there is no output {j!r}. The outputs are {_numbered_specs(outs)}."
     if i in aliases:
-        return f"an input can start one output, and input {i} starts output {aliases[i]}. Remove one of the two."
+        return (
+            f"an input can start one output only, and input {i} starts output {aliases[i]}. Remove one."
+        )
     if j in aliases.values():
-        return f"an output can start from one input, and output {j} has one already. Remove one of the two."
+        return f"an output can start from one input only, and output {j} has one already. Remove one."
     if ins[i] != outs[j]:
         return (
             "an output that starts from an input has the same shape and dtype. Input "
@@ -2125,7 +2139,7 @@ def _never_stored_error(title: str, name: str, store: str, return_fix: str = "",
     return TypeError(
         f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
         f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} then "
-        f"{'keeps its old values' if is_in_out else 'is zeros'}."
+        f"{'keeps its old values' if is_in_out else 'consists of zeros'}."
     )
 
 
