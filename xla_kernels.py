@@ -2106,9 +2106,7 @@ def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], al
     if j not in range(len(outs)):
         return f"there is no output {j!r}. The outputs are {_numbered_specs(outs)}."
     if i in aliases:
-        return (
-            f"an input can start one output only, and input {i} starts output {aliases[i]}. Remove one."
-        )
+        return f"an input can start one output only, and input {i} starts output {aliases[i]}. Remove one."
     if j in aliases.values():
         return f"an output can start from one input only, and output {j} has one already. Remove one."
     if ins[i] != outs[j]:
@@ -2219,17 +2217,17 @@ class _SliceArray(NamedTuple):
 class _Emitter:
     """The part of a handler that a backend provides: the code that runs one slice.
 
-    Handlers with the same signature and the same `code_key` share their object code.  Shared code contains no addresses
-    of objects: it reads them from the `_HandlerData` of each handler.  Code that is not shared (`code_key` is None) may
-    contain addresses.  Either way the emitter must stay alive, and `_compile_handler` keeps it alive forever.
+    Handlers with the same signature and the same `code_key` share their object code.  So `code_key` must determine all
+    that the code depends on, including `starts_threads`, and whether `lock_address` is 0.  Shared code contains no
+    addresses of objects: it reads them from the `_HandlerData` of each handler.  Code that is not shared (`code_key` is
+    None) may contain addresses.  Either way the emitter must stay alive, and `_compile_handler` keeps it alive forever.
     """
 
     code_key: Any = None
     kernel_address: int = 0  # of the compiled kernel
     report_address: int = 0  # of a function that turns an exception into the address of a message
-    lock_address: int = (
-        0  # of a `_native_lock_address` that is held while slices run; kernels with the same lock never overlap
-    )
+    # A `_native_lock_address` that is held while slices run, or 0.  Kernels with the same lock never overlap.
+    lock_address: int = 0
     in_order: bool = True  # whether the slices of a call run one after another, on the thread that XLA calls from
     starts_threads: bool = False  # whether the kernel starts threads, which inherit the floating-point environment
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
@@ -2245,10 +2243,8 @@ class _Emitter:
 
 
 # -- 6.2 An IR builder: LLVM instructions from Python's operators --------------------------------------
-# Python code in 6.2 to 6.6, 7.4, 9.3 and 10.4 runs once, when a handler is generated.  Exceptions: `_load_code` also
-# loads object code that handlers share, and `callback` and `_store_error_message` (6.6) run in each call.  Docstrings
-# describe what the generated code does.  The Python code works with `_Int64` and `_StructPointer` objects, which stand
-# for values that exist only when the machine code runs:
+# The Python code below generates machine code.  It runs once, when a handler is compiled, and not in a call.  It works
+# with `_Int64` and `_StructPointer` objects, which stand for values that exist only when the machine code runs:
 #
 #     Python                                        generated C
 #     total = x + 1                                 int64_t total = x + 1;      (x is an _Int64)
@@ -2260,7 +2256,11 @@ class _Emitter:
 #     ir.ret(x, when=y)                             if (y) return x;
 #
 # `if` and `for` of Python decide which instructions are generated.  `ret` and `_HandlerBuilder.fail` return from the
-# generated function, not from the Python function that calls them.
+# generated function, not from the Python function that calls them.  The docstring of a function that generates code
+# describes the generated code: "Load x" means that the machine code loads x in each call.
+#
+# This holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5,
+# 9.3 and 10.4.  Python code that runs in each call is marked: `callback` and `_store_error_message` (6.6).
 
 
 class _Int64:
@@ -2314,8 +2314,8 @@ class _StructPointer(_Int64):
         return self + getattr(self.struct, field).offset
 
     def __getattr__(self, field: str) -> Any:
+        address = self.address_of(field)  # raises an AttributeError for an unknown field
         field_type = dict(self.struct._fields_)[field]
-        address = self.address_of(field)
         if issubclass(field_type, ctypes.Structure):  # a struct within the struct is not loaded
             return _StructPointer(self.ir, field_type, address)
         value = self.ir.load(address, ctypes.sizeof(field_type))
@@ -2333,8 +2333,9 @@ class _Variable(ctypes.Structure):
     _fields_ = (("current", _I64),)
 
 
-# Below this many bytes, zero in pieces of 1 KiB: from 2 KiB on, glibc's memset uses `rep stosb`, which takes 40 ns to
-# start on an AMD EPYC.  For 1,000 float32, zeros cost 18% of the time of a sum x + y with pieces, and 30% without.
+# glibc's memset of 2 KiB or more uses `rep stosb`, which takes 40 ns to start on an AMD EPYC.  So blocks below this
+# size are zeroed in pieces of 1 KiB.  For 1,000 float32, zeros cost 18% of the time of a sum x + y with pieces, and 30%
+# without.
 _MIN_WHOLE_MEMSET = 1 << 13
 
 
@@ -2537,7 +2538,8 @@ class _IRBuilder:
 
 
 # -- 6.3 Compiling and loading machine code ------------------------------------------------------------
-# To compile a handler takes 8 ms, to load its object code 1.5 ms.  So kernels share object code (`_Emitter.code_key`).
+# Compiling a handler takes 8 ms, and loading its object code 1.5 ms.  So kernels share object code
+# (`_Emitter.code_key`).
 
 
 def _target_machine() -> Any:
@@ -2581,8 +2583,8 @@ def _load_code(code: bytes) -> Any:
 #             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
 #                 run_range, run_parallel   (as above)
 #
-# Batch dimensions broadcast as in NumPy.  If each buffer b were a C-contiguous array whose elements are the slices, so
-# that b.itemsize is the size of a slice in bytes, NumPy would compute strides and inner loops as follows:
+# In NumPy's terms, let b be a C-contiguous array with one element for each slice of a buffer, so that b.itemsize is the
+# size of a slice in bytes.  Batch dimensions broadcast as in NumPy.  Then the strides and inner loops are:
 #
 #     shape = np.broadcast_shapes(*[b.shape for b in buffers])         # of the batch
 #     count = math.prod(shape)
@@ -2807,8 +2809,8 @@ class _BatchScheduler(_IRBuilder):
     def run_serial_and_measure(self, batch: _StructPointer) -> None:
         """Run the slices on this thread, until they prove slow enough to run the rest on several threads.
 
-        The ranges have 1, 8, 64, ... slices.  If a range is too short for the clock, eight times as many slices are
-        still cheap to run on one thread.
+        The ranges have 1, 8, 64, ... slices.  They grow while a range is too short for the clock, and while the rest is
+        too little work for several threads.  In both cases, eight times as many slices are cheap to run on one thread.
         """
         start = self.variable(0)
         count = self.variable(1)
@@ -2834,7 +2836,7 @@ class _BatchScheduler(_IRBuilder):
 
     def now(self) -> _Int64:
         """Return the time of a monotonic clock in ticks: cycles on x86, nanoseconds elsewhere."""
-        if self.has_cycle_counter:  # a system call may take 400 ns
+        if self.has_cycle_counter:  # `clock_gettime` may take 400 ns, where it is a system call
             counter = self.module.declare_intrinsic("llvm.readcyclecounter", (), self._function_type(0))
             return _Int64(self, self.llvm_builder.call(counter, []))
         timespec = self.alloca(_I64, 2)  # seconds and nanoseconds
@@ -2858,9 +2860,10 @@ class _BatchScheduler(_IRBuilder):
     def run_parallel(self, batch: _StructPointer, first: _Int64, work_us: _Int64) -> _Int64:
         """Run the slices from `first` on, about `work_us` microseconds in total, on as many threads as pay off."""
         shared = _StructPointer(self, _SharedBatch, self.call("allocate_shared_batch"))
-        with self.if_(shared == 0, likely=False):  # there is no memory
+        with self.if_(shared == 0, likely=False):  # not enough memory
             self.ret(self.call("run_range", batch, first, batch.count))
-        n_threads = self.variable(1)  # XLA writes the number to this address, unless the call has no thread pool
+        n_threads = self.variable(1)
+        # The variable itself is its address, to which XLA writes the number.  Without a thread pool it stays 1.
         args = self.new_struct(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
         self._destroy_error(batch.frame, self.call_api(batch.frame, "ThreadPool_NumThreads", args))
         n_slices = batch.count - first
@@ -2875,7 +2878,7 @@ class _BatchScheduler(_IRBuilder):
         self.call("PyThread_acquire_lock", shared.done_lock, 1)
         args = self.new_struct(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="worker_loop", data=shared)
         with self.loop(n_tasks):
-            self.call_api(batch.frame, "ThreadPool_Schedule", args)  # fails only if there is no thread pool
+            self.call_api(batch.frame, "ThreadPool_Schedule", args)  # fails only without a pool, and then n_tasks is 0
         self.call("worker_loop", shared)
         self.call("PyThread_acquire_lock", shared.done_lock, 1)  # waits until no slices remain
         error = shared.error
@@ -5945,25 +5948,24 @@ def warp_kernel(
     for products, minima and maxima.  For these, let the kernel store the start value first, or alias the output to an
     input (`in_out_argnames`, `input_output_aliases`).
 
-    **Launch dimensions.** If `launch_dims` is omitted, they are the dimensions of the first array with more than one
-    element, without the dimensions of vectors and matrices.  For an array of `wp.vec3` with the JAX shape (4, 5, 3),
-    they are (4, 5), for `i, j = wp.tid()`.  It is an error to omit `launch_dims` if `wp.tid()` returns another number
-    of indices, or if another array begins with other dimensions.  Arrays with one element, with fewer dimensions, or
-    with ones instead of these dimensions are allowed.
+    **Launch dimensions.** `launch_dims` can be omitted if all arrays have the same dimensions, not counting those of
+    vectors and matrices, and if `wp.tid()` returns an index for each of them.  For arrays of `wp.vec3` with the JAX
+    shape (4, 5, 3), the launch is (4, 5), for `i, j = wp.tid()`.  Arrays with one element, with fewer dimensions, or
+    with sizes of 1 instead of these dimensions are allowed, too.
 
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
 
-    **Batches.** A `vmap` is one call.  On CPUs, threads share the batch elements.  On GPUs, it is one launch per
-    65,535 batch elements, so a block must not wait for a block of another element.  With `vmap_method="sequential"`,
-    there is a launch per element, in order.  Kernels with C++, adjoints or code transformers of your own also get
-    a launch per element.  This module's logger shows the reason at level DEBUG.
+    **Batches.** On CPUs, threads share the elements of a `vmap`.  On GPUs, one launch runs up to 65,535 elements, in no
+    order, so a block must not wait for a block of another batch element.  With `vmap_method="sequential"`, each element
+    has its own launch, in order.  So do kernels with C++ code, adjoints or code transformers of your own.  This
+    module's logger shows the reason at level DEBUG.
 
-    **Redefinition.** Helpers and constants that a kernel references are read when JAX traces the call.  If you redefine
-    one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
-    `@wp.kernel(module="unique")`: Warp then builds each kernel alone, and not the whole module again.  Warp takes two
-    kernels of one module for the same kernel if they differ only in an int beyond 32 bits or in the last digits of
-    a float.  Give such constants a type, such as `wp.float64(0.1)`.
+    **Redefinition.** A wrapper keeps the helpers and constants that its kernel referenced at the first trace.  If you
+    redefine one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
+    `@wp.kernel(module="unique")`: Warp then builds each kernel alone, and not the whole module again.  Warp cannot tell
+    two kernels of one module apart if they differ only in an int beyond 32 bits or in the last digits of a float.
+    Give such constants a type, such as `wp.float64(0.1)`.
 
     Args:
       kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  If it is omitted,
@@ -6096,7 +6098,10 @@ class _WarpKernel(_Wrapper):
     # -- options that refer to arguments ---------------------------------------------------------------
 
     def _input_index(self, key: Any, n_in: int) -> int:
-        """Return the index of an aliased input among the arrays.  A key that is an index also counts the values."""
+        """Return the index of an aliased input among the arrays.
+
+        A key that is an integer is a position among all parameters, including those of values.
+        """
         name = dict(enumerate(self.warp_params)).get(key, key)
         return super()._input_index(name, n_in)
 
@@ -6192,18 +6197,18 @@ class _WarpKernel(_Wrapper):
             launch_dims = self._default_launch_dims(user_ins, array_dims)
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
         most_dims = _WARP_MAX_DIMS - self.options.tiled
-        problem = (
+        rule = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
             f"Got {launch_dims!r}. Pass an int, a tuple, or a function of the inputs, such as "
             "launch_dims=lambda x: x.shape[0]."
         )
-        dims = _ints(launch_dims, problem)
+        dims = _ints(launch_dims, rule)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
         has_blocks = self.options.tiled or analysis.uses_tiles
         if is_default or (analysis.n_indices and not has_blocks):
             _check_n_indices(self.title, shown, len(dims), analysis.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
-            raise ValueError(problem)
+            raise ValueError(rule)
         return dims
 
     def _default_launch_dims(
@@ -6246,16 +6251,16 @@ class _WarpKernel(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        call = self._resolve_adjoint(_input_specs(args), _input_specs(outs))
+        call = self._adjoint_call(_input_specs(args), _input_specs(outs))
         results = call.bind(_make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))]))
         float_inputs = _float_indices(args)
-        gradients = results[len(results) - len(float_inputs) :]  # they come last (`_resolve_adjoint`)
+        gradients = results[len(results) - len(float_inputs) :]  # they come last (`_adjoint_call`)
         cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
         for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
         return tuple(cotangents_of_args)
 
-    def _resolve_adjoint(self, args: list[Spec], outs: list[Spec]) -> _CallParams:
+    def _adjoint_call(self, args: list[Spec], outs: list[Spec]) -> _CallParams:
         """Return the call of the adjoint.
 
         Warp's adjoint gets the data of all arrays, the gradients of the outputs (the cotangents), and the gradients of
@@ -6266,13 +6271,13 @@ class _WarpKernel(_Wrapper):
         """
         n_in = len(args)
         names = self.parameters
-        replayed = _warp_store_analysis(self.kernel).stored_again_by_adjoint
+        stored_again = _warp_store_analysis(self.kernel).stored_again_by_adjoint
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
         gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
         operands = data | cotangents
-        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in replayed}
+        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in stored_again}
         results = overwritten | gradients
         call = _CallParams(
             ins=tuple(operands.values()),
@@ -6296,8 +6301,7 @@ def _float_indices(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code that only some versions of Warp need is here and in 10.3, with the versions.  Checked on 1.14 and 1.19.
-# `jaxtype_to_warptype` and `jaxinfo_to_warpinfo` are public functions, which other sections do not use.
+# Code that only some versions of Warp need names these versions.  Checked on 1.14 and 1.19.
 
 
 @contextlib.contextmanager
@@ -6531,8 +6535,8 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
 
     This also makes Warp update the `hash` and `grid_stride` of all kernels of the module, and try a failed build again.
     Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
-    The module's name is included, because Warp builds each module on its own.  If a factory recreates a kernel in
-    a unique module, and the hash is the same, Warp returns the existing module and kernel.
+    The module's name is included, because Warp builds each module on its own.  Kernels that a factory recreates in a
+    unique module have equal contents, because Warp returns the existing module if the hash is the same.
     """
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
@@ -6657,9 +6661,13 @@ class _WarpTarget(_Target):
 
         For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
         """
-        devices = {"cpu": ["cpu"], "cuda": [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]}.get(platform)
+        devices = []
+        if platform == "cpu":
+            devices = ["cpu"]
+        elif platform == "cuda":
+            devices = [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]
         if not devices:
-            return super().prepare_lowering(platform)  # raises: unsupported platform
+            return super().prepare_lowering(platform)  # raises an error: unsupported platform
         if platform == "cuda" and has_batch:
             with _fall_back_to_per_slice(self.title):
                 return self._for_batch_launch()._register(platform, devices)
@@ -6722,8 +6730,9 @@ class _WarpTarget(_Target):
         """Return {parameter: argument} and {parameter: gradient}, with placeholders as the pointers of arrays."""
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
-        # The gradients first (False sorts before True), because Warp's array of the data refers to its gradient.
-        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field == "data"):
+        # The gradients come first, because Warp's array of the data refers to its gradient.
+        in_order = [x for x in self.arrays if x.field == "grad"] + [x for x in self.arrays if x.field == "data"]
+        for name, field, buffer, dims in in_order:
             array = wp.array(
                 ptr=_placeholder(buffer, is_step=False),
                 shape=dims,
@@ -6774,7 +6783,7 @@ class _WarpTarget(_Target):
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
         meanings = {}  # {placeholder: (buffer, is_step)}
         for array in self.arrays:
-            for is_step in {False, self.is_batch_launch}:  # only batch launches have steps
+            for is_step in (False, True) if self.is_batch_launch else (False,):
                 meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
         if not meanings.keys() <= set(words):
             raise NotImplementedError(
@@ -6847,7 +6856,7 @@ class _WarpEmitter(_Emitter):
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         self.in_order = target.in_order or bool(self.lock_address)
-        # There is no such key on GPUs, where the code contains the address of the launcher's functions.
+        # Handlers with this key share machine code.  On GPUs they share none, because the code contains addresses.
         self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
 
     def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: tuple[int, ...]) -> None:
@@ -6862,7 +6871,8 @@ class _WarpEmitter(_Emitter):
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         is_cuda = self.libcuda is not None
-        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
+        offsets = list(itertools.accumulate(self.param_sizes, initial=0))[:-1]
+        n_words = len(self.words)
         words = ir.alloca(_I64, n_words)
         source = ir.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
         ir.copy_bytes(words, source, 8 * n_words)
@@ -6901,8 +6911,8 @@ class _WarpEmitter(_Emitter):
 # of bytes from one slice to the next, or 0 if all slices share the array.
 #
 # The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
-# free.  Two kinds of kernels get a launch for each slice: C++ code of the user may read z, and the user's own adjoints
-# would not find the gradients of moved arrays.
+# free.  Kernels that `_create_batch_kernel` cannot copy get a launch for each slice.  For example, C++ code of the user
+# may read z, and the user's own adjoints would not find the gradients of moved arrays.
 
 _STEP = "_xla_step_{}"  # the parameter with the step of a buffer
 _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
@@ -7147,7 +7157,7 @@ class _StaleValues(_AbstractInterpreter):
                 return self.evaluate(array) | read
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self.evaluate(left), self.evaluate(right)
-                if _HAS_GRADIENT in a | b and not _is_linear(op, a, b):
+                if _HAS_GRADIENT in a | b and not _needs_no_tainted_value(op, a, b):
                     self.note_use(node, a | b)
                 return a | b
             case ast.Call():
@@ -7173,8 +7183,9 @@ class _StaleValues(_AbstractInterpreter):
             self.note_use(node, _union(arguments[1:-1]))  # the indices
         elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
             self.note_use(node, taints)
-        if _effect(function) in ("stores to its first argument", "unknown"):
-            for argument in node.args:
+        effect = _effect(function)
+        if effect in ("stores to its first argument", "unknown"):
+            for argument in node.args[:1] if effect != "unknown" else node.args:
                 self.note_store(getattr(argument, "id", ""))
         return taints
 
@@ -7186,8 +7197,8 @@ def _root_name(target: Any) -> str:
     return getattr(target, "id", "")
 
 
-def _is_linear(op: ast.operator, a: set, b: set) -> bool:
-    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, uses no tainted value.
+def _needs_no_tainted_value(op: ast.operator, a: set, b: set) -> bool:
+    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, needs no tainted value.
 
     The adjoint of a product needs y for the gradient of x, and x for that of y.  An operand without taints needs no
     gradient, and is available.
