@@ -1349,7 +1349,7 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
     if not dtype.isnative:
         return f'Convert the byte order, {variable}.astype({variable}.dtype.newbyteorder("=")).'
     wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
-    return f'Cast it to a dtype of JAX, {variable}.astype("{wide}").' if wide else "Convert it to a dtype of JAX."
+    return f'Cast it to a dtype of JAX, {variable}.astype("{wide or "float32"}").'
 
 
 # ======================================================================================================
