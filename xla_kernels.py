@@ -7229,7 +7229,7 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
-        # A later registration clears JAX's caches only if compiled functions may depend on what it replaces.
+        # A later registration clears JAX's caches only if compiled functions may depend on the kernel or rule it replaces.
         self._was_traced = False  # whether JAX may have compiled functions that depend on the rules
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
@@ -7656,7 +7656,8 @@ class XLACustomKernel(_PickledByReference):
         if rule is None and self._rules.get(rule_kind) is None:
             return
         if rule_kind == "jvp":
-            # `_OpCall.call` prefers a VJP rule to a JVP rule.  So only a new JVP rule has to remove the older rule.
+            # `_OpCall.call` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule, but not
+            # the other way round.
             self._rules["vjp"] = None
         self._rules[rule_kind] = rule
         if self._was_traced:
@@ -7910,20 +7911,20 @@ def _generated_function(op_call: _OpCall, entry: KernelEntry, ins: Sequence) -> 
 
 
 def _call_generator(op_call: _OpCall, entry: KernelEntry, varying_axes: frozenset, mesh: Any) -> Any:
-    """Return what a generator returns.  If this is a decorated kernel, return its wrapper.
+    """Call a generator, and return its function.  If the generator returns a decorated kernel, return its wrapper.
 
     The generator sees the varying axes in `outs`, so it can pass them on, for example to `pallas_call`.  Constants that
-    it creates must not have these axes, because later traces reuse them.
+    it creates must not have them, because later traces reuse these constants.
     """
     what = f"{op_call.op.title}: the generator of backend {entry.backend!r}"
     advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
     generator = _wrap_user_function(entry.kernel_generator, what, advice)
     varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_call.outs])
-    # Constants are computed now, so they are not tracers.  JAX can compute them only while no mesh axis is manual.
+    # Constants are computed now, so that they are arrays instead of tracers.  JAX can do so only if no axis is manual.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         function = generator(**op_call.params, outs=varying_outs)
-        # The wrapper gets no varying axes, because the results of its calls vary over the axes of the inputs.
+        # A wrapper gets outs without varying axes, because its results vary over the axes of its inputs.
         return _wrap_if_decorated(function, op_call.outs, {})
 
 
@@ -8085,7 +8086,10 @@ class _OpCall:
         return self.tree.unflatten(results)
 
     def with_allowed_dtypes(self, ins: Sequence) -> _OpCall:
-        """Return the call with the dtypes of outs truncated to 32 bits, unless jax_enable_x64 is set now."""
+        """Return this call with the dtypes of outs truncated to 32 bits, unless jax_enable_x64 is set for this call.
+
+        A dtype is kept if an operand has it.
+        """
         outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, outs=tuple(outs))
 
