@@ -7229,7 +7229,7 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
-        # A later registration clears JAX's caches only if compiled functions may depend on the kernel or rule it replaces.
+        # A later registration clears JAX's caches only if compiled functions may depend on the replaced kernel or rule.
         self._was_traced = False  # whether JAX may have compiled functions that depend on the rules
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
@@ -7656,8 +7656,8 @@ class XLACustomKernel(_PickledByReference):
         if rule is None and self._rules.get(rule_kind) is None:
             return
         if rule_kind == "jvp":
-            # `_OpCall.call` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule, but not
-            # the other way round.
+            # `_OpCall.call` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule.  A
+            # new VJP rule need not remove an older JVP rule.
             self._rules["vjp"] = None
         self._rules[rule_kind] = rule
         if self._was_traced:
