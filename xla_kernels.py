@@ -62,11 +62,11 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #
 # A call of an op, under `grad` of `vmap`:
 #
-#     `XLACustomKernel.__call__`, `_OpParams.trace`  bind the primitive of the op
-#     `_op_batching`                                 records the vmap
-#     `_op_jvp`, `_op_transpose`                     apply the user's rules under the recorded vmap
-#     `_op_lowering`                                 chooses the backend, because now the platform is known
-#     `_OpParams.run`, `_run_slice`                  call a wrapper, as above
+#     `XLACustomKernel.__call__`, `_OpCall.call`  bind the primitive of the op
+#     `_op_batching`                              records the vmap
+#     `_op_jvp`, `_op_transpose`                  apply the user's rules under the recorded vmap
+#     `_op_lowering`                              chooses the backend, because now the platform is known
+#     `_OpCall.inline_kernel`, `_run_slice`       call a wrapper, as above
 #
 # - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernel._find_target`.
 # - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
@@ -7245,22 +7245,23 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
 # An op is a JAX primitive.  The platform, and with it the backend, is known only when a call is lowered:
 #
-#     op(x, outs=x, power=2)               `__call__`: the static parameters become an `_OpParams`
-#       primitive.bind(x, _op_params=...)  JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
+#     op(x, outs=x, power=2)               `__call__`: the static parameters become an `_OpCall`
+#       primitive.bind(x, _op_call=...)    JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
 #         lowering for "cpu"               `_op_lowering`: choose the `KernelEntry` of the backend
 #           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
-#             f(x)                         `_OpParams.trace_kernel`: traced for one slice, batched, and lowered
+#             f(x)                         `_OpCall.trace_kernel`: traced for one slice, batched, and lowered
 #
 # Besides the parts of JAX that are listed in section 1, this section relies on these details:
 # - The message of the error for a missing batching rule begins with "Batching rule for".
-# - Constants of a jaxpr may be tracers.  The class of an ordered effect has "Ordered" in its name.
+# - Constants of a jaxpr may be tracers.
+# - The class of an ordered effect has "Ordered" in its name.
 #
-# The public names, such as `kg`, `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library that uses this
-# class.  It is the only user of:
+# The public names, such as `kg` (kernel generator), `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library
+# that uses this class.  BrainEvent is the only user of:
 # - the methods from `def_call` to `def_benchmark_data`, and `register_general_batching`
 # - calls of `op.primitive.bind(*ins, outs=..., **params)` instead of the op, and direct calls of the primitive's
-#   transpose rule, without `outs` (`_OpPrimitive.make_op_params`)
-# - rules that return an undefined primal for a zero (`_check_tangents`)
+#   transpose rule, without `outs` (`_OpPrimitive.make_op_call`)
+# - rules that return an undefined primal for a zero (`_checked_tangents`)
 
 # -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -7274,9 +7275,9 @@ class XLACustomKernel(_PickledByReference):
     chosen backend is batched.  Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
     `def_transpose_rule` or `def_vjp_rule`.  An op lives as long as the process.
 
-    An op has no side effects.  JAX drops a call if its results are unused, and it does not order calls.  Under `vmap`,
-    both branches of a `cond` run, and errors of either branch are raised.  A `while_loop` under `vmap` also runs the
-    kernel for batch elements that have finished.
+    An op has no side effects.  JAX drops a call if its results are unused, and it does not order calls.  If `vmap`
+    batches the predicate of a `cond`, both branches run, and errors of either branch are raised.  If `vmap` batches the
+    condition of a `while_loop`, the kernel also runs for batch elements that have finished.
 
     Args:
       name: str.  The name in jaxprs and error messages.  It need not be unique.
@@ -7287,7 +7288,8 @@ class XLACustomKernel(_PickledByReference):
       outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
         operands' abstract values that returns one of these.  It describes the results.  If it contains a dict, the
         kernel must return a dict with the same keys: JAX flattens dicts in the order of their keys, so results are
-        matched by key.  For decorated kernels, which return tuples, use a NamedTuple instead.
+        matched by key.  The wrapper of a decorated kernel returns a tuple, so there declare a NamedTuple instead of a
+        dict.
       backend: str or None.  A registered backend.  Default None: the default backend of the platform.
       params: hashable static parameters, which generators and rules receive.  They are compared with `==`, except that
         values of different types differ, such as 1, 1.0 and True.
@@ -7317,10 +7319,10 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
-        # A later registration clears JAX's caches only if compiled functions may depend on what it replaces.
+        # A later registration clears JAX's caches only if compiled functions may depend on the replaced kernel or rule.
         self._was_traced = False  # whether JAX may have compiled functions that depend on the rules
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
-        self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpParams}
+        self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
         self._checked_calls = _BoundedCache()  # the keys of calls whose kernel was traced without an error
         self._generated = _BoundedCache()  # {(entry, outs, static parameters, ...): the function from a generator}
         self._call_fn: Callable = self
@@ -7331,23 +7333,24 @@ class XLACustomKernel(_PickledByReference):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
         has_tracers = False
-        if not _INPUT_TYPES.issuperset(map(type, ins)):  # fast path: Python scalars and arrays of exactly these types
+        # Skip the conversion if all inputs are Python scalars or arrays of exactly these types.
+        if not _INPUT_TYPES.issuperset(map(type, ins)):
             ins, has_tracers = _convert_inputs(ins, self.title)
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]  # `typeof` alone is slower
             outs = _call_with_specs(outs, self.title, "outs", avals)
         key = (_outs_key(outs), backend, _params_key(params) if params else ())
         try:
-            op_params = self._calls[key]
-        except (KeyError, TypeError):
-            op_params = self._new_op_params(outs, backend, params, key)
+            op_call = self._calls[key]
+        except (KeyError, TypeError):  # the key is new, or not hashable
+            op_call = self._new_op_call(outs, backend, params, key)
         if not has_tracers:
-            return op_params.jitted(*ins)  # lowers the kernel now, so its errors are raised here
-        op_params.check_kernel(ins)
-        return op_params.trace(*ins)
+            return op_call.jitted(*ins)  # lowers the kernel now, so its errors are raised here
+        op_call.check_kernel(ins)
+        return op_call.call(*ins)
 
-    def _new_op_params(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpParams:
-        """Return the parameters of a call, and cache them if they are hashable."""
+    def _new_op_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
+        """Return the `_OpCall` of a call, and cache it if its key is hashable."""
         for name, value in params.items():
             try:
                 hash(value)
@@ -7357,10 +7360,10 @@ class XLACustomKernel(_PickledByReference):
                     f"{value!r:.80} of type {type(value).__name__}. Pass a number or a tuple, or pass an array as an "
                     f'operand. If it is an argument of a function under jax.jit, add static_argnames="{name}".'
                 ) from None
-        op_params = self.primitive.make_op_params(outs, backend, **params)
+        op_call = self.primitive.make_op_call(outs, backend, **params)
         with contextlib.suppress(TypeError):  # the key is not hashable if a shape in outs contains arrays
-            return self._calls.keep(key, op_params)
-        return op_params
+            return self._calls.keep(key, op_call)
+        return op_call
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered()}>"
@@ -7381,9 +7384,9 @@ class XLACustomKernel(_PickledByReference):
             there are shorthands, such as `def_numba_kernel`.
           platform: str.  `"cpu"`, `"gpu"` or `"tpu"`.  `"cuda"` and `"rocm"` mean `"gpu"`.
           kg: a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), a wrapper such as `numba_kernel(...)`, or a
-            generator.  A generator is a plain function `kg(outs=..., **params)`, called with the static parameters of a
-            call, and with `outs` (a tuple of specs) if it has such a parameter.  It returns a decorated kernel, a
-            wrapper, or a function that JAX can trace.  Default None: return a decorator.
+            kernel generator.  A generator is a plain function `kg(outs=..., **params)`, called with the static
+            parameters of a call, and with `outs` (a tuple of specs) if it has such a parameter.  It returns a decorated
+            kernel, a wrapper, or a function that JAX can trace.  Default None: return a decorator.
           asdefault: bool.  Whether this backend becomes the default of the platform.  Default False: the first
             registered backend is the default.
           options: for a decorated kernel, the options of `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`, such as
@@ -7500,17 +7503,11 @@ class XLACustomKernel(_PickledByReference):
         return self._register_kernel("pallas", [platform], kg, asdefault, {}, is_shorthand=True)
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`.
-
-        The generator returns a function that JAX can trace.
-        """
+        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`."""
         return self._register_kernel("triton", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`.
-
-        The generator returns a function that JAX can trace.
-        """
+        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`."""
         return self._register_kernel("cuda_raw", ["gpu"], kg, asdefault, {}, is_shorthand=True)
 
     def _register_kernel(
@@ -7526,8 +7523,7 @@ class XLACustomKernel(_PickledByReference):
                 'op.def_kernel("numba", "cpu", kernel).'
             )
         if kg is None:
-            register = self._register_kernel
-            return lambda kernel: register(backend, platforms, kernel, asdefault, options, is_shorthand)
+            return lambda kernel: self._register_kernel(backend, platforms, kernel, asdefault, options, is_shorthand)
         decorated_backend = _decorated_backend(kg)
         if is_shorthand and decorated_backend not in (None, backend):
             raise TypeError(
@@ -7561,9 +7557,10 @@ class XLACustomKernel(_PickledByReference):
 
     def _clear_caches_if_entries_changed(self) -> None:
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
-        lowered = list(self._lowered.items())  # a copy, because threads may lower calls
-        if any(self._entries_by_argument(platform).get(backend) is not entry for (platform, backend), entry in lowered):
-            self._clear_jax_caches()
+        for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
+            if self._entries_by_backend_arg(platform).get(backend) is not entry:
+                self._clear_jax_caches()
+                return
 
     def _clear_jax_caches(self) -> None:
         """Clear all of JAX's caches, so that every function is traced and compiled again.
@@ -7581,7 +7578,7 @@ class XLACustomKernel(_PickledByReference):
     @property
     def defaults(self) -> dict[str, str]:
         """A new dict with the default backend of each platform that has a kernel."""
-        return {platform: self._entries_by_argument(platform)[None].backend for platform in list(self._entries)}
+        return {platform: self._entries_by_backend_arg(platform)[None].backend for platform in list(self._entries)}
 
     def get_default(self, platform: str) -> str | None:
         """Return the default backend of a platform (see `def_kernel`), or None if the platform has no kernel."""
@@ -7600,7 +7597,7 @@ class XLACustomKernel(_PickledByReference):
         """Return the backends that are registered for a platform (see `def_kernel`), in order of registration."""
         return list(self._entries.get(self._normalize_platform(platform), {}))
 
-    def _entries_by_argument(self, platform: str) -> dict[str | None, KernelEntry]:
+    def _entries_by_backend_arg(self, platform: str) -> dict[str | None, KernelEntry]:
         """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
         entries: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy: threads may register
         if entries:
@@ -7610,7 +7607,7 @@ class XLACustomKernel(_PickledByReference):
 
     def _select_entry(self, platform: str, backend: str | None) -> KernelEntry:
         """Return the kernel for a platform and the argument `backend` of a call, or raise if there is none."""
-        entries = self._entries_by_argument(platform)
+        entries = self._entries_by_backend_arg(platform)
         if backend in entries:
             return entries[backend]
         missing = "kernel" if backend is None else f"backend {backend!r}"
@@ -7632,9 +7629,9 @@ class XLACustomKernel(_PickledByReference):
 
             fun(args, axes, **params) -> (outputs, output_axes)
 
-        Without this rule, the kernel of the backend is batched.  If the op has a JVP or transpose rule, the batching
-        rule runs when a call is lowered.  In that case, derivatives come from the op's rules, and the batching rule
-        cannot use traced values of its closure.
+        Without this rule, the kernel of the backend is batched.  If the op has a JVP, VJP or transpose rule,
+        derivatives come from that rule.  If it has a JVP or transpose rule, the batching rule runs when a call is
+        lowered, so the batching rule cannot use traced values of its closure.
 
         Args:
           fun: a function.  `args` holds the operands.  `axes` holds the position of the batch axis for each operand,
@@ -7658,7 +7655,7 @@ class XLACustomKernel(_PickledByReference):
         self._set_rule("batching", None)
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
-        """Define the JVP rule as one function.  It replaces a VJP rule that was defined before.
+        """Define the JVP rule as one function.
 
             fun(primals, tangents, **params) -> (outputs, output_tangents)
 
@@ -7682,7 +7679,7 @@ class XLACustomKernel(_PickledByReference):
         return self._define_rule("jvp", fun)
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
-        """Define the JVP rule as one function for each operand.  It replaces a VJP rule that was defined before.
+        """Define the JVP rule as one function for each operand.
 
             rule(tangent, *primals, **params) -> output tangents
 
@@ -7720,8 +7717,8 @@ class XLACustomKernel(_PickledByReference):
             fwd(*ins, **params) -> (results, residuals)
             bwd(residuals, cotangents, **params) -> operand cotangents
 
-        The op then supports reverse mode only.  Of a VJP rule and a JVP rule, the op uses the one that was defined
-        last.
+        The op then supports reverse mode only.  If an op has both a VJP rule and a JVP rule, it uses the one that was
+        defined last.
 
         Args:
           fwd: a function.  `params` is described in `def_jvp_rule`.  The results, usually those of the op itself, have
@@ -7749,7 +7746,8 @@ class XLACustomKernel(_PickledByReference):
         if rule is None and self._rules.get(rule_kind) is None:
             return
         if rule_kind == "jvp":
-            # `_OpParams.trace` prefers a VJP rule to a JVP rule.  So only a new JVP rule has to remove the older rule.
+            # `_OpCall.call` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule.  A
+            # new VJP rule need not remove an older JVP rule.
             self._rules["vjp"] = None
         self._rules[rule_kind] = rule
         if self._was_traced:
@@ -7803,7 +7801,8 @@ class XLACustomKernel(_PickledByReference):
             try:
                 first_s, median_s = _time_call(call, args)
                 leaves = jax.tree.leaves(call(*args))
-                # 0j makes the array complex, because bools cannot be subtracted, and is there if an op has no outputs.
+                # Appending 0j makes the array complex (bools cannot be subtracted) and non-empty (an op may have no
+                # outputs).
                 results = np.concatenate([np.ravel(x) for x in [*leaves, 0j]])
                 reference = results if reference is None else reference
                 rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(results, reference)))
@@ -7878,22 +7877,25 @@ def _outs_key(outs: Any) -> tuple:
     if cls is Spec or _has_shape_and_dtype(outs):
         return (outs.shape, outs.dtype)
     leaves, tree = _flatten_specs(outs)
-    # A leaf that is not a spec is a mistake of the user.  `_new_op_params` rejects it.
+    # A leaf that is not a spec is a mistake of the user.  `_new_op_call` rejects it.
     return (tree, *[(x.shape, x.dtype) if _has_shape_and_dtype(x) else x for x in leaves])
 
 
-def _params_key(value: Any) -> tuple:
-    """Return a key of static parameters, or of one of them, that also compares types and signs of zero.
+def _params_key(params: dict[str, Any]) -> tuple:
+    """Return a key of the static parameters of a call."""
+    return tuple([(name, _static_value_key(value)) for name, value in sorted(params.items())])
+
+
+def _static_value_key(value: Any) -> tuple:
+    """Return a key of the value of a static parameter that also compares its type and the signs of zeros.
 
     Python finds 1, 1.0 and True equal, and 0.0 and -0.0.
     """
     cls = type(value)
-    if cls is dict:  # the parameters of a call
-        return tuple([(name, _params_key(x)) for name, x in sorted(value.items())])
     if isinstance(value, tuple):
-        return (cls, *map(_params_key, value))
+        return (cls, *map(_static_value_key, value))
     if isinstance(value, frozenset):  # equal sets may be iterated in different orders
-        return (cls, frozenset(map(_params_key, value)))
+        return (cls, frozenset(map(_static_value_key, value)))
     if cls in (float, complex) or isinstance(value, np.inexact):
         return (cls, np.asarray(value).tobytes())  # NaN is not equal to itself, but its bytes are
     return (cls, value)
@@ -7914,14 +7916,14 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
                 f"The options of a decorated kernel are those of {wrap.__name__}. For {what}: {error}. Remove "
                 "this option, or correct its name. Pass outs to the call: op(x, outs=...)."
             ) from None
-        return functools.partial(_kernel_generator, kg, options)
+        return functools.partial(_generate_fixed_kernel, kg, options)
     if options:
         raise TypeError(
             f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
             "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
     if isinstance(kg, _Wrapper):
-        return functools.partial(_kernel_generator, kg, options)
+        return functools.partial(_generate_fixed_kernel, kg, {})
     if not callable(kg):
         raise TypeError(
             f"A kernel must be decorated, a wrapper, or a generator. Got {kg!r} for {what}. Pass a function."
@@ -7929,12 +7931,12 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
     return kg
 
 
-def _kernel_generator(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
-    """Serve as the generator of a decorated kernel or a wrapper.  Such kernels take no static parameters."""
+def _generate_fixed_kernel(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
+    """Serve as the generator of a decorated kernel or a wrapper, which are the same for all static parameters."""
     if params:
         shown = ", ".join(params)
         raise TypeError(
-            f"A decorated kernel takes no static parameters. Got {shown} for {kernel!r}. "
+            f"A decorated kernel or a wrapper takes no static parameters. Got {shown} for {kernel!r}. "
             f"Register a generator that creates the kernel: lambda {shown}: make_kernel({shown})."
         )
     return _wrap_if_decorated(kernel, outs, options)
@@ -7971,40 +7973,49 @@ def _wrap_user_function(fun: Callable, what: str, advice: str = "") -> Callable:
     return call
 
 
-def _run_slice(op_params: _OpParams, entry: KernelEntry, *ins: Any) -> list:
+def _run_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
     """Return the results of a kernel for one slice, as a flat list."""
-    what = f"{op_params.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    what = f"{op_call.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     try:
-        function = _generated_function(op_params, entry, ins)
+        function = _generated_function(op_call, entry, ins)
         results = _call_generated_function(what, function, entry, ins)
     except Exception as error:
-        others = [name for name in op_params.op.available_backends(entry.platform) if name != entry.backend]
+        others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
         advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
         error.add_note(f"Raised by {what}.{advice}")
         raise
-    return _flatten_results(what, results, op_params.outs, op_params.tree)
+    return _flatten_results(what, results, op_call.outs, op_call.tree)
 
 
-def _generated_function(op_params: _OpParams, entry: KernelEntry, ins: Sequence) -> Callable:
+def _generated_function(op_call: _OpCall, entry: KernelEntry, ins: Sequence) -> Callable:
     """Return the function that a generator returns for a call.  The generator is called once for equal calls."""
     varying_axes = _all_varying_axes(map(jax.typeof, ins))
     mesh = jax.sharding.get_abstract_mesh()  # part of the type of arrays that the generator creates
-    key = (entry, op_params.outs, varying_axes, mesh, op_params.params_key, jax.config.jax_enable_x64)
-    generated = op_params.op._generated
+    key = (entry, op_call.outs, varying_axes, mesh, op_call.params_key, jax.config.jax_enable_x64)
+    generated = op_call.op._generated
     if key in generated:
         return generated[key]
-    varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_params.outs])
-    # The function is cached, and later traces call it, too.  So arrays that the generator creates must not be tracers,
-    # and must not vary over manual axes.
-    without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
-    what = f"{op_params.op.title}: the generator of backend {entry.backend!r}"
-    advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
-    generator = _wrap_user_function(entry.kernel_generator, what, advice)
-    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        function = generator(**op_params.params, outs=varying_outs)
-        function = _wrap_if_decorated(function, op_params.outs, {})  # a wrapper adds the varying axes of its inputs
+    function = _call_generator(op_call, entry, varying_axes, mesh)
     _check_generated_function(function, entry)
     return generated.keep(key, function)
+
+
+def _call_generator(op_call: _OpCall, entry: KernelEntry, varying_axes: frozenset, mesh: Any) -> Any:
+    """Call a generator, and return its function.  If the generator returns a decorated kernel, return its wrapper.
+
+    The generator sees the varying axes in `outs`, so it can pass them on, for example to `pallas_call`.  Constants that
+    it creates must not have them, because later traces reuse these constants.
+    """
+    what = f"{op_call.op.title}: the generator of backend {entry.backend!r}"
+    advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
+    generator = _wrap_user_function(entry.kernel_generator, what, advice)
+    varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_call.outs])
+    # Constants are computed now, so that they are arrays instead of tracers.  JAX can do so only if no axis is manual.
+    without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
+        function = generator(**op_call.params, outs=varying_outs)
+        # A wrapper gets outs without varying axes, because its results vary over the axes of its inputs.
+        return _wrap_if_decorated(function, op_call.outs, {})
 
 
 def _check_generated_function(function: Any, entry: KernelEntry) -> None:
@@ -8054,25 +8065,28 @@ def _flatten_results(what: str, returned: Any, outs: Sequence, tree: Any) -> lis
             f"{what} returned {structure}, but outs declares {tree}. If one of them is a dict, they must be equal. "
             "Return what outs declares, or use a tuple or a NamedTuple."
         )
-    return _check_specs(what, leaves, "outs declares", outs, ", or correct outs")
+    return _checked_arrays(what, leaves, "outs declares", outs, ", or correct outs")
 
 
-def _check_specs(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
+def _checked_arrays(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
-    None matches everything: as a result it is a zero of a rule, and as an expected spec it allows any result.  The
-    error says that `what` returned the results, then `expected_phrase` with the expected specs, then `advice`.
+    A result of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
+    result, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
+
+        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return this number of
+        arrays, with these shapes and dtypes, or None for zero.
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
     shown = list(map(_format_spec, arrays))  # these texts hold exactly the shape and the dtype, so they are compared
-    wanted = list(map(_format_spec, expected))
+    wanted = ["any" if spec is None else _format_spec(spec) for spec in expected]
     matches = [x is None or spec is None or a == b for x, spec, a, b in zip(arrays, expected, shown, wanted)]
     if len(shown) == len(wanted) and all(matches):
         return arrays
     raise ValueError(
-        f"{what} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return as many arrays, of "
-        f"these shapes and dtypes{advice}."
+        f"{what} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return this number "
+        f"of arrays, with these shapes and dtypes{advice}."
     )
 
 
@@ -8082,7 +8096,7 @@ def _check_specs(what: str, returned: Sequence, expected_phrase: str, expected: 
 
 
 class _OpPrimitive(Primitive):
-    """The primitive of an op.  Its only parameter is an `_OpParams`.
+    """The primitive of an op.  Its only parameter is an `_OpCall`.
 
     BrainEvent binds it by hand, with `outs`, `backend` and static parameters instead.
     """
@@ -8103,29 +8117,29 @@ class _OpPrimitive(Primitive):
             mlir.register_lowering(self, self.as_jax_rule(_op_lowering), platform=platform)
 
     def as_jax_rule(self, rule: Callable) -> Callable:
-        """Return a rule in JAX's calling convention from `rule(op_params, *args)`."""
+        """Return a rule in JAX's calling convention from `rule(op_call, *args)`."""
 
         def jax_rule(*args: Any, **params: Any) -> Any:
             self.op._was_traced = True
-            return rule(self.make_op_params(**params), *args)
+            return rule(self.make_op_call(**params), *args)
 
         return jax_rule
 
-    def make_op_params(
-        self, /, outs: Any = (), backend: str | None = None, _op_params: _OpParams | None = None, **params: Any
-    ) -> _OpParams:
-        """Return the `_OpParams` of a bound primitive.  If the primitive was bound by hand, create it."""
-        if _op_params:
-            return _op_params
+    def make_op_call(
+        self, /, outs: Any = (), backend: str | None = None, _op_call: _OpCall | None = None, **params: Any
+    ) -> _OpCall:
+        """Return the `_OpCall` of a bound primitive.  If the primitive was bound by hand, create it."""
+        if _op_call:
+            return _op_call
         specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
-        return _OpParams(self.op, tuple(specs), backend, params, _params_key(params), tree)
+        return _OpCall(self.op, tuple(specs), backend, params, _params_key(params), tree)
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
-        return super().bind(*_make_varying(args), _op_params=self.make_op_params(**params))
+        return super().bind(*_make_varying(args), _op_call=self.make_op_call(**params))
 
 
 @dataclasses.dataclass(frozen=True)
-class _OpParams:
+class _OpCall:
     """The static parameters of a call of an op, and the vmaps that were recorded so far (11.5)."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
@@ -8151,18 +8165,21 @@ class _OpParams:
     @functools.cached_property
     def jitted(self) -> Callable:
         """The compiled call, for operands that are arrays."""
-        return jax.jit(self.trace)
+        return jax.jit(self.call)
 
-    def trace(self, *ins: Any) -> Any:
-        """Bind the primitive, and return the results in the structure of outs."""
+    def call(self, *ins: Any) -> Any:
+        """Bind the primitive, with the VJP rule if there is one, and return the results in the structure of outs."""
         self.op._was_traced = True  # set here because a VJP rule need not bind the primitive
-        op_params = self.with_allowed_dtypes(ins)
+        op_call = self.with_allowed_dtypes(ins)
         rule = self.op._rules.get("vjp")
-        results = _bind_with_vjp(op_params, ins, *rule) if rule else op_params.bind(*ins)
+        results = _bind_with_vjp(op_call, ins, *rule) if rule else op_call.bind(*ins)
         return self.tree.unflatten(results)
 
-    def with_allowed_dtypes(self, ins: Sequence) -> _OpParams:
-        """Return the parameters with the dtypes of outs truncated as in this call, which depends on jax_enable_x64."""
+    def with_allowed_dtypes(self, ins: Sequence) -> _OpCall:
+        """Return this call with the dtypes of outs truncated to 32 bits, unless jax_enable_x64 is set for this call.
+
+        A dtype is kept if an operand has it.
+        """
         outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, outs=tuple(outs))
 
@@ -8171,19 +8188,19 @@ class _OpParams:
 
         The lowering, which comes later, reports the errors of other kernels.
         """
-        entry = self.op._entries_by_argument(_default_platform()).get(self.backend)
+        entry = self.op._entries_by_backend_arg(_default_platform()).get(self.backend)
         if entry is None or jax.default_backend() != "cpu":
             return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
         key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
         if key not in self.op._checked_calls:
-            op_params = self.with_allowed_dtypes(ins)
-            if not op_params.is_empty:
-                op_params.trace_kernel(entry, ins)
+            op_call = self.with_allowed_dtypes(ins)
+            if not op_call.is_empty:
+                op_call.trace_kernel(entry, ins)
             self.op._checked_calls.keep(key, True)
 
     def bind(self, *ins: Any) -> list:
-        """Return the results of the primitive."""
-        return self.op.primitive.bind(*ins, _op_params=self)
+        """Bind the primitive, and return the results as a flat list."""
+        return self.op.primitive.bind(*ins, _op_call=self)
 
     def bind_batch(self, args: Sequence, axes: Sequence[int | None]) -> list:
         """Bind with one more recorded vmap, the outermost.  In the results, its batch axis is the first axis."""
@@ -8197,13 +8214,13 @@ class _OpParams:
         """Whether no result has elements.  Not every backend accepts such calls, so no kernel runs."""
         return bool(self.outs) and all(0 in out.shape for out in self.batched_outs)
 
-    def run(self, entry: KernelEntry, *ins: Any) -> list:
-        """Return the results of a kernel.  This is traced when the op is lowered."""
+    def inline_kernel(self, entry: KernelEntry, *ins: Any) -> list:
+        """Add the operations of a kernel to the current trace, which is lowered next, and return the results."""
         if self.is_empty:
             return list(map(_zeros, self.batched_outs))
         # The kernel has a trace of its own, so that an error in the middle adds nothing to the current trace.
-        closed = self.trace_kernel(entry, ins)
-        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins)
+        closed_jaxpr = self.trace_kernel(entry, ins)
+        return jax.core.eval_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts, *ins)
 
     def trace_kernel(self, entry: KernelEntry, ins: Sequence) -> Any:
         """Return the jaxpr of a kernel under the recorded vmaps.
@@ -8213,28 +8230,28 @@ class _OpParams:
         run_slice: Any = functools.partial(_run_slice, self, entry)
         vmaps = self.vmaps
         if self.batching_rule:
-            run_slice = functools.partial(_run_batching_rule, self, vmaps[-1])
+            run_slice = functools.partial(_run_batching_rule, self, self.batching_rule, vmaps[-1])
             vmaps = vmaps[:-1]
         try:
-            closed = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps))(*ins)
+            closed_jaxpr = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps))(*ins)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # jax 0.9 to 0.12
                 raise
-            closed = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps, _map_slices))(*ins)
-        _check_closed(self.op.title, closed)
-        return closed
+            closed_jaxpr = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps, _map_slices))(*ins)
+        _check_no_tracers_or_effects(self.op.title, closed_jaxpr)
+        return closed_jaxpr
 
 
-def _check_closed(title: str, closed: Any) -> None:
-    """Raise if a kernel needs traced values or axes of the calling program, which do not exist at lowering."""
-    for x in closed.consts:
+def _check_no_tracers_or_effects(title: str, closed_jaxpr: Any) -> None:
+    """Raise if a kernel has ordered effects, or uses traced values or vmap axes, which do not exist at lowering."""
+    for x in closed_jaxpr.consts:
         if isinstance(x, jax.core.Tracer):
             raise TypeError(
                 f"{title}: a kernel or a batching rule must not use traced values of its closure. Got {x!r:.80}. "
                 "Pass the value as an operand: op(x, value, outs=...)."
             )
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
-    for effect in closed.effects:
+    for effect in closed_jaxpr.effects:
         is_ordered = "Ordered" in type(effect).__name__  # when an op is lowered, JAX has no tokens for such effects
         axis = getattr(effect, "name", None)  # the effect of a collective has the name of its axis
         uses_vmap_axis = axis is not None and axis not in manual_axes
@@ -8245,24 +8262,25 @@ def _check_closed(title: str, closed: Any) -> None:
             )
 
 
-def _op_abstract_eval(op_params: _OpParams, *avals: Any) -> list:
+def _op_abstract_eval(op_call: _OpCall, *avals: Any) -> list:
     """Return the abstract values of the results.  Their batch dimensions are sharded like those of the operands."""
     remaining_specs = [iter(aval.sharding.spec) for aval in avals]
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
-    for in_axes in op_params.vmaps:
-        # `next` takes the mesh axis of this vmap's dimension.  Unbatched operands have no such dimension.
+    # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one entry of
+    # the partition spec of each operand that it batches.
+    for in_axes in op_call.vmaps:
         operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
     partition = _batch_partition(operand_axes)
-    return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_params.batched_outs]
+    return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_call.batched_outs]
 
 
-def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
+def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
     """Lower the kernel of the backend for the platform that JAX compiles for."""
-    op = op_params.op
+    op = op_call.op
     platform = _platform_name(_lowering_platforms(ctx)[0])
-    entry = op._select_entry(platform, op_params.backend)
-    op._lowered[platform, op_params.backend] = entry
-    return _lower(functools.partial(op_params.run, entry), ctx, ins)
+    entry = op._select_entry(platform, op_call.backend)
+    op._lowered[platform, op_call.backend] = entry
+    return _lower(functools.partial(op_call.inline_kernel, entry), ctx, ins)
 
 
 # -- 11.5 Batching: recorded vmaps ---------------------------------------------------------------------
@@ -8278,12 +8296,15 @@ def _op_lowering(op_params: _OpParams, ctx: Any, *ins: Any) -> Any:
 #
 # If JAX differentiates the op between the last two steps, the user's rule is vmapped in the same way (11.6).
 #
-# If the op has its own batching rule and no other rules, the rule runs at once, like any batching rule of JAX.  JAX can
-# differentiate it, and it can use traced values.  If the op has a JVP or transpose rule, its batching rule runs at
-# lowering.  Otherwise JAX would differentiate the operations of the batching rule, which may have other derivatives
-# than the op (surrogate gradients) or none.  In this case the rule serves the innermost of the recorded vmaps.  A vmap
-# that the rule itself records, by calling `general_batching_rule`, does not use the rule again.  Otherwise lowering
-# would never end.
+# An op may have its own batching rule:
+#
+# - If the op has no other rules, the batching rule runs at once, like any batching rule of JAX.  JAX can differentiate
+#   it, and it can use traced values.  It also runs at once if the op has a VJP rule, which then gives the derivative.
+# - If the op has a JVP or transpose rule, the batching rule runs at lowering, for the innermost recorded vmap.  If it
+#   ran at once, JAX would differentiate its operations instead of using the rule of the op.  Their derivatives may
+#   differ from those of the op (surrogate gradients), or not exist.
+# - If the batching rule calls `general_batching_rule`, the vmap that this records does not use the batching rule again,
+#   to avoid endless recursion.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -8318,8 +8339,8 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
                 f"general_batching_rule needs outs of {primitive.op.title}, as specs of one batch element. Got "
                 f"{params.get('outs')!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
             )
-        op_params = primitive.make_op_params(**params)
-        outputs = op_params.tree.unflatten(op_params.bind_batch(args, axes))
+        op_call = primitive.make_op_call(**params)
+        outputs = op_call.tree.unflatten(op_call.bind_batch(args, axes))
     else:
         function = functools.partial(getattr(prim, "bind", prim), **params)
         in_axes, ins = _move_axes_to_front(args, axes)
@@ -8327,26 +8348,24 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
     return outputs, jax.tree.map(lambda _: 0, outputs)
 
 
-def _op_batching(op_params: _OpParams, args: Sequence, axes: Sequence) -> tuple:
+def _op_batching(op_call: _OpCall, args: Sequence, axes: Sequence) -> tuple:
     """Record a vmap, or run the user's batching rule."""
-    rules = op_params.op._rules
+    rules = op_call.op._rules
     rule = rules.get("batching")
-    if rule is None or op_params.vmaps:  # the rule serves only the innermost vmap
-        results = op_params.bind_batch(args, axes)
-        return results, [0] * len(results)
-    op_params = dataclasses.replace(op_params, batching_rule=rule)
-    if rules.get("jvp") is not None or rules.get("transpose") is not None:
-        results = op_params.bind_batch(args, axes)
+    if rule is None or op_call.vmaps:  # the rule is used only for the innermost vmap
+        results = op_call.bind_batch(args, axes)
+    elif rules.get("jvp") is not None or rules.get("transpose") is not None:
+        results = dataclasses.replace(op_call, batching_rule=rule).bind_batch(args, axes)
     else:
         in_axes, ins = _move_axes_to_front(args, axes)
-        results = _run_batching_rule(op_params, in_axes, *ins)
+        results = _run_batching_rule(op_call, rule, in_axes, *ins)
     return results, [0] * len(results)
 
 
-def _run_batching_rule(op_params: Any, in_axes: tuple, *ins: Any) -> list:
+def _run_batching_rule(op_call: _OpCall, rule: Callable, in_axes: tuple, *ins: Any) -> list:
     """Return the results of the user's batching rule, with the batch axis in front."""
-    what = f"The batching rule of {op_params.op.name!r}"
-    results, axes = op_params.batching_rule(ins, in_axes, **op_params.rule_params)
+    what = f"The batching rule of {op_call.op.name!r}"
+    results, axes = rule(ins, in_axes, **op_call.rule_params)
     if not isinstance(results, (list, tuple)):
         results, axes = [results], [axes]
     if len(results) != len(axes):
@@ -8356,8 +8375,8 @@ def _run_batching_rule(op_params: Any, in_axes: tuple, *ins: Any) -> list:
         )
     size = ins[in_axes.index(0)].shape[0]
     in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
-    expected = [Spec((size, *out.shape), out.dtype) for out in op_params.outs]
-    return _check_specs(what, in_front, "outs declares, with the batch axis in front,", expected)
+    expected = [Spec((size, *out.shape), out.dtype) for out in op_call.outs]
+    return _checked_arrays(what, in_front, "outs declares, with the batch axis in front,", expected)
 
 
 def _move_axes_to_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
@@ -8397,7 +8416,7 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 #
 # A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
 # them up.  JAX also passes `ad.Zero` and `ad.UndefinedPrimal`.  They are pytrees without leaves, so `jax.vmap` does not
-# change their shapes.  `_symbolic_slice` does.
+# change their shapes.  `_slice_if_symbolic` does.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -8456,51 +8475,51 @@ def _add_jvp_terms(
         if rule is None or type(tangent) is ad.Zero:
             continue
         what = f"The JVP rule of {name!r} for operand {i}"
-        terms = _check_tangents(what, rule(tangent, *primals, **params), "the outputs are", avals)
+        terms = _checked_tangents(what, rule(tangent, *primals, **params), "the outputs are", avals)
         for j, term in enumerate(terms):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
     return totals
 
 
-def _op_jvp(op_params: _OpParams, primals: Sequence, tangents: Sequence) -> tuple:
+def _op_jvp(op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
     """Apply the op's JVP rule under the recorded vmaps."""
-    rule = _require_rule(op_params.op, "jvp")
-    what = f"The JVP rule of {op_params.op.name!r}"
-    slice_op_params = dataclasses.replace(op_params, vmaps=(), batch_shape=(), batching_rule=None)
+    rule = _require_rule(op_call.op, "jvp")
+    what = f"The JVP rule of {op_call.op.name!r}"
+    slice_call = dataclasses.replace(op_call, vmaps=(), batch_shape=(), batching_rule=None)
 
     def jvp_of_slice(primals: tuple, tangents: tuple) -> tuple:
         if isinstance(rule, list):  # from `def_jvp_rule2`
-            outputs = slice_op_params.bind(*primals)
-            tangents_out = _add_jvp_terms(op_params.op.name, rule, primals, tangents, outputs, op_params.rule_params)
+            outputs = slice_call.bind(*primals)
+            tangents_out = _add_jvp_terms(op_call.op.name, rule, primals, tangents, outputs, op_call.rule_params)
         else:
-            outputs, tangents_out = rule(primals, tangents, **op_params.rule_params)
-            outputs = _check_specs(what, jax.tree.leaves(outputs), "outs declares", op_params.outs)
-        return outputs, _check_tangents(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
+            outputs, tangents_out = rule(primals, tangents, **op_call.rule_params)
+            outputs = _checked_arrays(what, jax.tree.leaves(outputs), "outs declares", op_call.outs)
+        return outputs, _checked_tangents(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
-    grouped_in_axes = [(in_axes, in_axes) for in_axes in op_params.vmaps]  # a tangent is batched like its primal
+    grouped_in_axes = [(in_axes, in_axes) for in_axes in op_call.vmaps]  # a tangent is batched like its primal
     outputs, tangents_out = _vmap_rule(jvp_of_slice, grouped_in_axes, primals, tangents)
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
 
-def _op_transpose(op_params: _OpParams, cts: Sequence, *operands: Any) -> list:
+def _op_transpose(op_call: _OpCall, cts: Sequence, *operands: Any) -> list:
     """Apply the op's transpose rule under the recorded vmaps."""
-    rule = _require_rule(op_params.op, "transpose")
+    rule = _require_rule(op_call.op, "transpose")
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
-    what = f"The transpose rule of {op_params.op.name!r}"
+    what = f"The transpose rule of {op_call.op.name!r}"
 
     def transpose_of_slice(cts: tuple, operands: tuple) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        returned = rule(list(cts), *operands, **op_params.rule_params)
-        return _check_tangents(what, returned, "the operands are", avals)
+        returned = rule(list(cts), *operands, **op_call.rule_params)
+        return _checked_tangents(what, returned, "the operands are", avals)
 
-    grouped_in_axes = [((0,) * len(cts), in_axes) for in_axes in op_params.vmaps]  # every vmap batches each output
+    grouped_in_axes = [((0,) * len(cts), in_axes) for in_axes in op_call.vmaps]  # every vmap batches each output
     cts_out = _vmap_rule(transpose_of_slice, grouped_in_axes, cts, operands)
     for i, ct in enumerate(cts_out):
         if ct is not None:
             # the dimensions of the vmaps in which this operand is unbatched: each slice contributes a cotangent
-            summed_dims = [d for d, in_axes in enumerate(op_params.vmaps) if in_axes[i] is None]
+            summed_dims = [d for d, in_axes in enumerate(op_call.vmaps) if in_axes[i] is None]
             cts_out[i] = jax.lax.reduce_sum(ct, summed_dims)
     return cts_out
 
@@ -8513,24 +8532,28 @@ def _vmap_rule(rule: Callable, grouped_in_axes: Sequence[tuple], *groups: Sequen
       grouped_in_axes: for each vmap, the outermost first, a tuple with the `in_axes` of each group.
       groups: sequences of values, such as the primals and the tangents.
     """
-    slices = list(map(tuple, groups))
+    # `jax.vmap` slices arrays.  It does not slice symbolic values, so slice them here.
+    groups_for_vmap = list(map(tuple, groups))
     for in_axes_of_groups in grouped_in_axes:
-        slices = [tuple(map(_symbolic_slice, xs, in_axes)) for xs, in_axes in zip(slices, in_axes_of_groups)]
-    return _apply_vmaps(rule, grouped_in_axes)(*slices)
+        groups_for_vmap = [
+            tuple(map(_slice_if_symbolic, values, in_axes))
+            for values, in_axes in zip(groups_for_vmap, in_axes_of_groups)
+        ]
+    return _apply_vmaps(rule, grouped_in_axes)(*groups_for_vmap)
 
 
-def _symbolic_slice(x: Any, axis: int | None) -> Any:
+def _slice_if_symbolic(x: Any, axis: int | None) -> Any:
     """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
     if axis is None or type(x) not in _SYMBOLIC_TYPES:
         return x
     return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
-def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
+def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
     """Bind the primitive with the op's VJP rule."""
     avals = list(map(jax.typeof, ins))
-    params = op_params.rule_params
-    what = f"The VJP rule of {op_params.op.name!r}"
+    params = op_call.rule_params
+    what = f"The VJP rule of {op_call.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
         returned = fwd(*ins, **params)
@@ -8539,16 +8562,16 @@ def _bind_with_vjp(op_params: _OpParams, ins: Sequence, fwd: Callable, bwd: Call
                 f"{what}: fwd must return a pair. Got {returned!r:.80}. Write `return results, residuals`, with None "
                 "if bwd needs no residuals."
             )
-        return _flatten_results(what, returned[0], op_params.outs, op_params.tree), returned[1]
+        return _flatten_results(what, returned[0], op_call.outs, op_call.tree), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
-        returned = bwd(residuals, op_params.tree.unflatten(cotangents), **params)
-        return tuple(_check_tangents(what, returned, "the operands are", avals))
+        returned = bwd(residuals, op_call.tree.unflatten(cotangents), **params)
+        return tuple(_checked_tangents(what, returned, "the operands are", avals))
 
-    return _with_vjp(op_params.bind, forward, backward)(*ins)
+    return _with_vjp(op_call.bind, forward, backward)(*ins)
 
 
-def _check_tangents(what: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
+def _checked_tangents(what: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
     """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
 
     A rule may return a zero as None, `ad.Zero` or an undefined primal.  A result is dropped, which leaves None, if its
@@ -8558,8 +8581,8 @@ def _check_tangents(what: str, returned: Any, expected_phrase: str, avals: Seque
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _check_specs(what, terms, expected_phrase, expected, ", or None for zero")
-    return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, expected)]
+    arrays = _checked_arrays(what, terms, expected_phrase, expected, ", or None for zero")
+    return [None if x is None or like is None else _sharded_like(x, like) for x, like in zip(arrays, expected)]
 
 
 def _require_rule(op: XLACustomKernel, rule_kind: str) -> Any:
