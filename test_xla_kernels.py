@@ -140,7 +140,6 @@ class Forward:
         return vmap_first(call, inputs)(batch[0], *inputs[1:])
 
     def vmap_last_axis(call, inputs, batch):
-        """Map the last axis of every input, and make it the last axis of every output."""
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
         results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
         return [jnp.moveaxis(result, -1, 0) for result in results]
@@ -158,8 +157,6 @@ class Forward:
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
     def while_loop(call, inputs, batch):
-        """Call in a loop, so that the result is that of the last step."""
-
         def step(i_and_results):
             i, _ = i_and_results
             return i + 1, call(jnp.asarray(batch[0])[i], *inputs[1:])
@@ -184,12 +181,10 @@ class Forward:
         return jax.jit(sharded)(batch[0], *inputs[1:])
 
     def jit_over_mesh(call, inputs, batch):
-        """Let XLA partition the batch."""
         first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), PARTITIONED))
         return jax.jit(vmap_first(call, inputs))(first, *inputs[1:])
 
     def export(call, inputs, batch):
-        """Export the call, and run it in a process that has traced the same kernel."""
         return run_exported_elsewhere(call, *inputs)
 
 
@@ -266,7 +261,6 @@ def scan_slices(call, batch, *others):
 
 
 def default_platform():
-    """Return the platform on which JAX computes by default, "cpu" or "gpu"."""
     return (jax.config.jax_default_device or jax.devices()[0]).platform
 
 
@@ -459,6 +453,10 @@ class CsrEvent(Operation):
         "numba_parallel": "rows share columns, so the loop over rows is not parallel",
         "pallas": "adds to elements that other programs add to",
     }  # fmt: skip
+    covered = dict.fromkeys(
+        ["jit", "vmap_last_axis", "cond", "pmap", "jit_over_mesh", "export", "grad_of_nested_vmap", "grad_of_scan",
+         "jvp_of_grad"], "hadamard",
+    )  # fmt: skip
 
     def inputs(rng, dtype):
         counts = rng.integers(0, 5, CsrEvent.rows)
@@ -495,35 +493,8 @@ class CsrEvent(Operation):
                 wp.atomic_add(out, indices[k], data[k])
 
 
-class Lif(Operation):
-    """Leaky integrate-and-fire neurons: two dtypes of outputs, and an output aliased to a batched input."""
-
-    name = "lif"
-    shapes = ((9,), (9,))
-    options = {"input_output_aliases": {0: 0}}
-    unsupported = {
-        "pallas": "reads an output that is aliased to an input",
-        "differentiable": "Warp's adjoint cannot restore a value that the kernel overwrites",
-    }  # fmt: skip
-    covered = {
-        **dict.fromkeys(all_but(FORWARD, "eager", "vmap"), "blend"),
-        **dict.fromkeys(DERIVATIVES, "csr_event"),
-    }  # fmt: skip
-
-    def reference(v, current):
-        u = v + (current - v) * v.dtype.type(0.1)
-        return u * (u <= 1), u > 1
-
-    def element(i, v, current, out, spikes):
-        u = out[i] + (current[i] - out[i]) * Scalar(0.1)
-        spikes[i] = u > Scalar(1.0)
-        if u > Scalar(1.0):
-            u = Scalar(0.0)
-        out[i] = u
-
-
 class Blend(Operation):
-    """An output aliased to an input that `vmap` does not batch, a scratch buffer, and a static parameter."""
+    """An output aliased to an input (which most batches do not map), a scratch buffer, and a static parameter."""
 
     name = "blend"
     shapes = ((9,), (9,))
@@ -533,7 +504,7 @@ class Blend(Operation):
         "pallas": "reads an output that is aliased to an input",
         "differentiable": "Warp's adjoint cannot restore a value that the kernel overwrites",
     }  # fmt: skip
-    covered = dict.fromkeys(all_but(DERIVATIVES, "jvp", "grad"), "csr_event")
+    covered = dict.fromkeys(all_but(DERIVATIVES, "jvp", "grad"), "hadamard")
 
     def reference(v, current, rate):
         return v + (current - v) * v.dtype.type(rate)
@@ -936,31 +907,22 @@ def test_matrix(operation, backend, transformation, dtype):
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
 
 
-def test_matrix_tables_name_existing_rows():
-    """A misspelled name in `unsupported` or `covered` would have no effect."""
-    rows = {*BACKENDS, *LANGUAGES, *TRANSFORMATIONS}
-    for operation in OPERATIONS.values():
-        assert operation.unsupported.keys() <= rows
-        assert operation.covered.keys() <= TRANSFORMATIONS.keys() and set(operation.covered.values()) <= {*OPERATIONS}
-    for backend in BACKENDS.values():
-        assert {*backend.unsupported, *backend.covered} <= TRANSFORMATIONS.keys()
-        assert {*backend.covered.values(), backend.dtypes_covered_by} <= {*BACKENDS, ""}
-    assert {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *BATCHES, *ON_FOUR_DEVICES} <= TRANSFORMATIONS.keys()
-
-
-def test_matrix_covers_what_it_leaves_out():
-    """Each sampled combination names an operation or a backend that has such a cell."""
+def test_matrix_tables_are_consistent():
+    """A misspelled name would have no effect.  Each sampled combination names another one that has a cell."""
     cells = [cell.values for cell in CELLS]
     by_operation = {(operation, transformation) for operation, _, transformation, _ in cells}
     by_backend = {(backend, transformation) for _, backend, transformation, _ in cells}
     for operation in OPERATIONS.values():
+        assert operation.unsupported.keys() <= {*BACKENDS, *LANGUAGES, *TRANSFORMATIONS}
         assert {(other, transformation) for transformation, other in operation.covered.items()} <= by_operation
     for backend in BACKENDS.values():
+        assert backend.unsupported.keys() <= TRANSFORMATIONS.keys() and backend.dtypes_covered_by in {*BACKENDS, ""}
         assert {(other, transformation) for transformation, other in backend.covered.items()} <= by_backend
+    assert {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *BATCHES, *ON_FOUR_DEVICES} <= TRANSFORMATIONS.keys()
 
 
 def check_close(results, expected, tolerance=1e-5):
-    """Check structure, shapes, dtypes and values.  Python numbers and lists take the dtype of the result."""
+    """Check structure, shapes, dtypes and values.  Python numbers take the dtype of the result."""
 
     def check(result, array):
         if not hasattr(array, "dtype"):
@@ -1838,17 +1800,10 @@ def test_modified_captured_array_recompiles_kernel(size, step):
     assert result_of(kernel_storing("array[0]", array=equal)) == 1
 
 
-def test_constant_set_of_tuples_distinguishes_kernels():
-    """`(a, b) in {(1, 2)}` is a frozenset of tuples in the kernel's code."""
-    kernels = [kernel_storing(f"1 if (x.size, x.ndim) in {{({size}, 1), (9, 9)}} else 0") for size in (4, 5)]
+def test_constant_set_distinguishes_kernels():
+    """`n in {1, 2}` is a frozenset in the kernel's code."""
+    kernels = [kernel_storing(f"1 if x.size in {{{size}, 9}} else 0") for size in (4, 5)]
     assert list(map(result_of, kernels)) == [1, 0]
-
-
-def test_captured_list_may_contain_itself():
-    """The kernel only has an attribute of this name, but the code does not show that."""
-    recursive = [1.0]
-    recursive.append(recursive)
-    assert result_of(kernel_storing("x[0] + x.size", size=recursive)) == 1 + F32.size
 
 
 OP_OF_THIS_MODULE = xk.XLACustomKernel("another name than the variable")
@@ -1860,21 +1815,18 @@ def test_copies_and_pickles_of_module_variable_are_identical(kept):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-def test_module_named_like_builtins_is_pickled_by_reference(monkeypatch):
-    module = types.ModuleType("my_builtins")
-    module.kernel = wrap(kernel_from_body("out[:] = x"))
-    monkeypatch.setitem(sys.modules, "my_builtins", module)
-    assert pickle.loads(pickle.dumps(module.kernel)) is module.kernel
-
-
 def test_wrapper_without_module_variable_is_pickled_by_value(monkeypatch):
     """Another process does not have the variables of `__main__`, so these wrappers are pickled by value, too."""
     divisor = 2
-    local = wrap(numba.njit(fastmath=True)(lambda x: x / divisor))
-    of_main = wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
+
+    @numba.njit(fastmath=True)
+    def halve(x, out):
+        out[0] = x[0] / divisor
+
+    of_main = wrap(kernel_from("def kernel(x, out): out[0] = x[0] / 2", __name__="__main__"))
     monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
-    for kernel in (local, of_main):
-        np.testing.assert_array_equal(another_process().submit(kernel, F32).result(), F32 / 2)
+    for kernel in (wrap(halve), of_main):
+        assert another_process().submit(kernel, F32).result()[0] == 0.5
 
 
 # -- transformations of a wrapper -----------------------------------------------------------------------
@@ -1905,15 +1857,18 @@ def test_export_with_symbolic_shape():
 
 
 def test_integer_outputs_and_scratch_have_zero_tangents():
-    sign = wrap(kernel_from_body("out[:] = np.sign(x)", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
+    sign = wrap(kernel_from_body("out[0] = x[0] > 0", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
     out, tangent = jax.jvp(sign, (F32,), (F32,))
     assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
-    np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 1, 1, 1])
+    np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 0, 0, 0])
 
 
 def test_custom_jvp_of_wrappers():
     """`sine` and `cosine` are each other's derivatives, so all orders exist, in both modes and under vmap."""
-    sine, cosine = (jax.custom_jvp(wrap(kernel_from_body(f"out[:] = np.{name}(x)"))) for name in ("sin", "cos"))
+    sine, cosine = (
+        jax.custom_jvp(wrap(kernel_from_body(f"for i in range(x.size): out[i] = math.{name}(x[i])")))
+        for name in ("sin", "cos")
+    )
     sine.defjvp(lambda primals, tangents: (sine(*primals), cosine(*primals) * tangents[0]))
     cosine.defjvp(lambda primals, tangents: (cosine(*primals), -sine(*primals) * tangents[0]))
     x = np.array([0.5, 1.5], np.float32)
@@ -1942,7 +1897,7 @@ def test_vmapped_while_loop_runs_kernel_for_finished_elements():
     def double_until_8(call, x):
         return jax.lax.while_loop(lambda x: x[0] < 8, call, x)
 
-    double = wrap(lambda x: 2 * x, identity)
+    double = wrap(kernel_from_body("out[0] = 2 * x[0]"))
     below_8 = wrap(kernel_from_body("if x[0] >= 8: raise ValueError('finished')\n    out[0] = 2 * x[0]"))
     x = np.array([[1], [3], [5]], np.float32)
     check_close([double_until_8(below_8, start) for start in x], [[8], [12], [10]])
@@ -1992,10 +1947,10 @@ def random_nest(rng, rank, dtype):
     return [rng.integers(0, 4, shape).astype(dtype) for shape in shapes.values()], nest
 
 
-@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (4, "int8")])
+@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (3, "int8")])
 def test_nested_vmap_equals_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(25)))
+    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(12)))
 
     @partial(jax.jit, static_argnums=0)
     def run(function, all_operands):
@@ -2055,15 +2010,14 @@ def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
 # -- calling conventions -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")])
-def test_wrapper_has_repr_and_signature_of_its_inputs(outs, signature):
-    """jax.custom_vjp binds arguments by the signature, and jax.jit finds those of donate_argnames."""
+def test_custom_vjp_binds_arguments_by_the_signature_of_a_wrapper():
     assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
-    square = wrap(lambda x: x * x, outs)
-    assert str(inspect.signature(square)) == signature
-    with_vjp = jax.custom_vjp(square)
-    with_vjp.defvjp(lambda x: (square(x), x), lambda x, ct: (2 * x * ct,))
-    np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
+    for outs, signature in ((like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")):
+        call = wrap(add_one.__wrapped__, outs)
+        assert str(inspect.signature(call)) == signature
+        with_vjp = jax.custom_vjp(call)
+        with_vjp.defvjp(lambda x: (call(x), x), lambda x, ct: (x * ct,))
+        np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 1, 2])
 
 
 def test_wrapper_drops_annotations_of_its_kernel():
@@ -2081,12 +2035,12 @@ def test_wrapper_drops_annotations_of_its_kernel():
     assert typing.get_type_hints(add.__wrapped__)["return"] is type(None)
 
 
-def _swap(x, y):
+def swap(x, y):
     return y, x
 
 
-def _sum_and_twice(x):
-    return x.sum(), (2 * x, x.mean())
+def first_and_rest(x):
+    return x[0], (x[1:], x[2])
 
 
 def scaled_head(x, n, alpha):
@@ -2100,42 +2054,33 @@ def add_to_total(x, total):
 Pair = collections.namedtuple("Pair", "first second")
 SCALARS, COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
 VECTORS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-updates_total = kernel_from_body("total += x; out[:] = 2 * total", "x, total, out")
+UPDATES_TOTAL = "for i in range(3):\n        total[i] += x[i]\n        out[i] = 2 * total[i]"
 CONVENTIONS = {  # a wrapper, the same function in Python, and two slices of each input
     "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), VECTORS),
     "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, VECTORS[:, None]),
-    "returns a tuple": (wrap(_sum_and_twice, (spec(), (spec(3), spec())), scratch=()), _sum_and_twice, VECTORS),
-    "returns what outputs start as": (
-        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, VECTORS, -VECTORS
-    ),
+    "returns a tuple": (wrap(first_and_rest, (spec(), (spec(2), spec())), scratch=()), first_and_rest, VECTORS),
+    "returns a NamedTuple": (wrap(swap, lambda x, y: Pair(x, y)), lambda x, y: Pair(y, x), VECTORS, -VECTORS),
+    "returns aliased outputs": (wrap(swap, swap, input_output_aliases={0: 0, 1: 1}), swap, VECTORS, -VECTORS),
     "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), VECTORS),
-    "star args": (wrap(kernel_from_body("a[-1][:] = a[0]", "*a")), like_first, VECTORS, VECTORS + 1),
-    "a default": (wrap(kernel_from_body("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
+    "star args": (wrap(kernel_from_body("a[-1][0] = a[0][0]", "*a"), spec(1)), lambda x, y: x[:1], VECTORS, -VECTORS),
+    "a default": (wrap(kernel_from_body("out[0] = n * x[0]", "x, out, n=3"), spec(1)), lambda x: 3 * x[:1], VECTORS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
     "aliased by name": (
-        wrap(kernel_from_body("out += x", "x, start, out"), like_first, input_output_aliases={"start": 0}), np.add,
-        VECTORS, VECTORS + 1,
-    ),
-    "scratch": (
-        wrap(kernel_from_body("s[:] = 2 * x; out[:] = s[::-1]", "x, out, s"), scratch=like_first),
-        lambda x: 2 * x[::-1], VECTORS,
+        wrap(kernel_from_body("for i in range(3): out[i] += x[i]", "x, start, out"), input_output_aliases={"start": 0}),
+        np.add, VECTORS, VECTORS + 1,
     ),
     "two scratch buffers": (
-        wrap(kernel_from_body("n[0] += 1; s[:] += n[0] * x; out[:] = s", "x, out, s, n"),
-             scratch=lambda x: (x, spec(1, dtype=np.int32))), like_first, VECTORS,
+        wrap(kernel_from_body("n[0] += 1; s[0] += n[0] * x[1]; out[0] = s[0]", "x, out, s, n"), spec(1),
+             scratch=lambda x: (x, spec(1, dtype=np.int32))), lambda x: x[1:2], VECTORS,
     ),
     "NamedTuple outs": (
-        wrap(kernel_from_body("first[:] = 2 * x; second[()] = x[0]", "x, first, second"), Pair(spec(3), spec())),
-        lambda x: Pair(2 * x, x[0]), VECTORS,
-    ),
-    "NamedTuple returned": (
-        wrap(lambda x: (2 * x, (x[0], x[1])), lambda x: Pair(x, Pair(spec(), spec()))),
-        lambda x: Pair(2 * x, Pair(x[0], x[1])), VECTORS,
+        wrap(kernel_from_body("first[0] = 2 * x[0]; second[()] = x[0]", "x, first, second"), Pair(spec(1), spec())),
+        lambda x: Pair(2 * x[:1], x[0]), VECTORS,
     ),
     "in-out": (
-        wrap(updates_total, lambda x, total: (total, x), in_out_argnames=["total"], zero_outputs=True), add_to_total,
-        VECTORS, VECTORS + 1,
+        wrap(kernel_from_body(UPDATES_TOTAL, "x, total, out"), lambda x, total: (total, x), in_out_argnames=["total"],
+             zero_outputs=True), add_to_total, VECTORS, VECTORS + 1,
     ),
 }  # fmt: skip
 
@@ -2169,7 +2114,7 @@ def test_returned_values_are_cast_within_a_kind(is_enabled):
 
 
 def test_inputs_can_be_passed_by_name():
-    call = wrap(head.__wrapped__, scalars=True)
+    call = CONVENTIONS["scalars"][0]
     np.testing.assert_array_equal(call(F32, alpha=0.5, n=2), [0.5, 0.5, 0, 0])
 
 
@@ -2396,7 +2341,7 @@ def test_output_never_stored_to_raises(parameters, code, fix, options):
 
 def test_zero_outputs_true_accepts_output_never_stored_to():
     call = wrap(in_namespace("out = v", "v, out"), [FLOATS] * 2, in_out_argnames=["v"], zero_outputs=True)
-    check_close(call(F32), (F32, 0 * F32))
+    check_close(call(F32), [F32, 0 * F32])
 
 
 @pytest.mark.parametrize("code", [
@@ -2598,11 +2543,6 @@ def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
     assert call(x, jnp.full(1, 5.0)) == ()
     jax.effects_barrier()
     assert "found" in error_of(call, x, jnp.full(1, 4.0))
-
-
-def test_python_branch_on_generated_value_raises():
-    with pytest.raises(TypeError, match="only when the generated code runs"):
-        bool(xk._IRBuilder().constant(1))
 
 
 def test_scratch_is_not_a_result():
