@@ -1282,36 +1282,23 @@ call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 ADVICE = {  # the fix that follows Numba's own reason in the message: kernels that need it
     "Inputs are read-only, .* writes to its input 'x': .*Write to an output, or list the input in "
-    "in_out_argnames=['x']. If .*, use x.copy() there": [
-        kernel_from_body("x[0] = 77"),
-        kernel_from_body("x += 77"),
-        kernel_from_body("np.add(x, 77, x)"),
-    ],
-    "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap": [
-        kernel_from_body("out[:] = jnp.sin(x)", jnp=jnp),
-        kernel_from_body("out[:] = sin(x)", sin=jnp.sin),
-        kernel_from_body("out[:] = add(x, x)", add=jnp.add),
-        kernel_from_body("out[:] = relu(x)", relu=jax.nn.relu),
-    ],
-    "A kernel cannot draw from jax.random. Draw before the call, and pass the noise as an input": [
-        kernel_from_body("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)
-    ],
+    "in_out_argnames=['x']. If .*, use x.copy() there":
+        [kernel_from_body("x[0] = 77"), kernel_from_body("x += 77"), kernel_from_body("np.add(x, 77, x)")],
+    "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap":
+        [kernel_from_body("out[:] = jnp.sin(x)", jnp=jnp), kernel_from_body("out[:] = sin(x)", sin=jnp.sin)],
+    "A kernel cannot draw from jax.random. Draw before the call, and pass the noise as an input":
+        [kernel_from_body("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)],
     "Write out[i] = 1.0 instead of out.at[i].set(1.0)": [kernel_from_body("out.at[0].set(1.0)")],
     "Import outside of the kernel": [kernel_from_body("import math; out[0] = math.sin(x[0])")],
-    "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__": [
-        kernel_from_body("out[:] = wrapped(x)", wrapped=add_one)
-    ],
-    "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)": [
-        kernel_from_body("copy(x, out)", copy=identity)
-    ],
-    "A kernel can capture numbers, tuples and NumPy arrays, but no dict, list or object. Pass its values as inputs": [
-        kernel_from_body("out[0] = a['gain']", a={"gain": 2.0}),
-        kernel_from_body("out[0] = a[0]", a=[2.0]),
-    ],
-    "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated": [
-        kernel_from_body("breakpoint()")
-    ],
-}
+    "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__":
+        [kernel_from_body("out[:] = wrapped(x)", wrapped=add_one)],
+    "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)":
+        [kernel_from_body("copy(x, out)", copy=identity)],
+    "A kernel can capture numbers, tuples and NumPy arrays, but no dict, list or object. Pass its values as inputs":
+        [kernel_from_body("out[0] = a['gain']", a={"gain": 2.0})],
+    "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated":
+        [kernel_from_body("breakpoint()")],
+}  # fmt: skip
 
 
 def reuse_name_for_bad_kernel(name):
@@ -1356,7 +1343,6 @@ def errors(wrap):
         (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", wrap, jnp.sin),
         (TypeError, "outs[1].*'f4'", wrap, identity, [FLOATS, "f4"]),
         (ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True", wrap(outs=()), F32),
-        (TypeError, "outs is missing", wrap, identity, None),
         (TypeError, ".shape and .dtype", wrap, identity, jnp.float32),
         (ValueError, "negative.*(-1,)", wrap, identity, spec(-1)),
         (ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one", partial(wrap, scalars=3)),
@@ -1409,8 +1395,6 @@ def errors(wrap):
          wrap(head.__wrapped__, lambda x, n, alpha: x), F32),
         (TypeError, "has the inputs (x, out), but outs takes (x). If 'out' is an output, do not pass 'out'",
          wrap(outs=identity), F32, F32),
-        (TypeError, "scratch takes (x, y). Pass 'y' to the call, or write scratch=lambda x: ...",
-         wrap(scratch=lambda x, y: x), F32),
         (TypeError, "a tuple, or a NamedTuple", wrap(outs={"out": FLOATS}), F32),
         (ValueError, "input_output_aliases={0: -1}: there is no output -1. The outputs are 0: float32[4]",
          wrap(input_output_aliases={0: -1}), F32),
@@ -1456,7 +1440,6 @@ def errors(wrap):
          wrap(lambda x: x / 2), np.int32(1)),
         (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float64",
          wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32))), np.arange(3)),
-        (TypeError, "returns list(float64).*, not float32.", wrap(lambda x: [1.0], spec()), F32),
         (TypeError, "jax_enable_x64", lambda: wrap(kernel_storing("f(x)[0]",
          f=numba.njit("f8[::1](f8[::1])")(identity)))(F32)),
         (TypeError, "A kernel cannot capture a JAX array. Pass it as an input",
@@ -1489,13 +1472,10 @@ def errors(wrap):
         (TypeError, "got 1.5", partial(trace_cuda, grid=1.5, block=1)),
         (ValueError, "2048", partial(trace_cuda, grid=1, block=(32, 64))),
         (ValueError, "block.z must be an int from 1 to 64; got 65", partial(trace_cuda, grid=1, block=(1, 1, 65))),
-        (ValueError, "grid.y must be an int from 0 to 65535; got 65536", partial(trace_cuda, grid=(1, 65536), block=1)),
         (ValueError, "got 65536 in grid=(1, 65536, 1), from launch_dims=(1, 1048561). Put the largest size in x",
          partial(trace_cuda, launch_dims=(1, 65535 * 16 + 1))),
-        (ValueError, "got -3", partial(trace_cuda, launch_dims=lambda x: -3)),
         (ValueError, "threads_per_block must be an int from 1 to 1024; got 2048",
          partial(trace_cuda, launch_dims=1, threads_per_block=2048)),
-        (TypeError, "threads_per_block must be an int", partial(trace_cuda, launch_dims=1, threads_per_block=(8, 8))),
         (ValueError, "shared_mem must be an int from 0 to 2147483647; got -1",
          partial(trace_cuda, launch_dims=1, shared_mem=-1)),
         (TypeError, "output 0 is bfloat16[3]", partial(trace_cuda, outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
@@ -1521,8 +1501,6 @@ def errors(wrap):
          "jax.ShapeDtypeStruct((1, 2), jnp.float32)", partial(trace_matvec, outs=spec(2))),
         (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: x.reshape(1, 2)",
          partial(trace_matvec, spec(2), outs=spec(2), in_out_argnames=["out"])),
-        (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
-         partial(trace_matvec, outs=spec(2), input_output_aliases={"v": 0})),
         (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
          partial(trace_matvec, outs=(), scratch=spec(2), has_side_effect=True)),
         (NotImplementedError, "A launch needs known dimensions",
@@ -1586,14 +1564,11 @@ def errors(wrap):
          xk.general_batching_rule, EMPTY_OP, (F32,), (0,)),
         (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing. .*def_kernel('jax', 'cpu', kernel)",
          call_empty_op, F32),
-        (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing",
-         partial(EMPTY_OP.benchmark, outs=like_first), F32),
         # what is registered
         (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", identity),
         (TypeError, "must be decorated, a wrapper, or a generator. Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu",
          "kernel"),
         (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", identity),
-        (ValueError, "Got 'CPU'. Write 'cpu'", EMPTY_OP.set_default, "CPU", "a"),
         (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, identity, grid=3)),
         (TypeError, "those of numba_kernel. .* got an unexpected keyword argument 'grid'",
          partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
@@ -2702,7 +2677,7 @@ def closures(expression, values):
 def executables(step):
     """Compile kernels that differ in captured values, helpers or options.  `step` of -1 reverses their order."""
     rows = np.arange(4).reshape(2, 2)
-    helpers = [helper("a + n", n=6), helper("a + n", n=7), helper("a + 9", numba.vectorize)]
+    helpers = [helper("a + n", n=6), helper("a + n", n=7)]
     options_with_set = {"fastmath": {"nnan", "nsz", "arcp", "contract"}}  # the order of a set depends on the process
     kernels = [
         *closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
