@@ -562,28 +562,18 @@ def specs_of(name, dtype):
 
 
 class Language:
-    """A language of kernels.  A subclass writes the kernel of an operation, compiles it and wraps it.
+    """A language of kernels.  Subclasses are namespaces, without instances.
 
-    Subclasses are namespaces, without instances.
+    `opening(indices)` yields the lines that give the indices of an element their values; a line that ends in ":" opens
+    a block.  `compile(function, buffers, **options)` decorates a function for buffers of these specs.
+    `wrap(operation, kernel, outs, name, **options)` returns a function of the inputs that calls the kernel.
     """
 
     dtypes_without_arrays = {}  # dtype: why kernels do not take arrays of it
 
-    def opening(indices):
-        """Yield the lines that give the indices of an element their values; a line that ends in ":" opens a block."""
-        raise NotImplementedError
-
     def scalar(dtype):
         """Return what the name `Scalar` is in kernels."""
         return dtype.type
-
-    def compile(function, buffers, **options):
-        """Decorate a function.  `buffers` are the specs of its arguments."""
-        raise NotImplementedError
-
-    def wrap(operation, kernel, outs, name, **options):
-        """Return a function of the inputs that calls the kernel."""
-        raise NotImplementedError
 
     @classmethod
     def kernel(cls, name, dtype, params, options):
@@ -922,7 +912,7 @@ def test_matrix_tables_are_consistent():
 
 
 def check_close(results, expected, tolerance=1e-5):
-    """Check structure, shapes, dtypes and values.  Python numbers take the dtype of the result."""
+    """Check structure, shapes, dtypes and values.  Python numbers and lists take the dtype of the result."""
 
     def check(result, array):
         if not hasattr(array, "dtype"):
@@ -1357,11 +1347,10 @@ def errors(wrap):
         (TypeError, "got str 'fast'. .*a variable of the kernel's closure", add_one, "fast"),
         (TypeError, "got function .*a variable of the kernel's closure", add_one, identity),
         (TypeError, "got NoneType None. .*a variable of the kernel's closure", add_one, None),
-        *[(TypeError, f'got ndarray {dtype}. .*x.astype("{cast}")', add_one, np.ones(4, dtype))
-          for dtype, cast in [("float128", "float64"), ("complex256", "complex128")] if hasattr(np, dtype)],
+        *[(TypeError, f'got ndarray {dtype}. .*x.astype("float64")', add_one, np.ones(4, dtype))
+          for dtype in ["float128"] if hasattr(np, dtype)],
         (TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)", add_one, Fraction(1, 2)),
         (TypeError, 'got ndarray datetime64[D]. .*x.view("int64")', add_one, np.array(["2020-02-29"], "M8[D]")),
-        (TypeError, 'got ndarray timedelta64[s]. .*x.view("int64")', add_one, np.array([3], "m8[s]")),
         (TypeError, 'got ndarray object. .*x.astype("float32")', add_one, np.array([1.0, 2], object)),
         (TypeError, "got ndarray [('a', '<f4')]. .*x['a']", add_one, np.zeros(3, [("a", "f4")])),
         (TypeError, "is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval", add_one, FLOATS),
@@ -2318,9 +2307,10 @@ def test_returned_outputs_are_not_zeroed(monkeypatch):
     zeroed = []
     compile_handler = xk._compile_handler
     monkeypatch.setattr(xk, "_compile_handler", lambda s, e: zeroed.append(s.zeroed) or compile_handler(s, e))
-    wrap(kernel_from_body("return x", "x"))(F32)
-    wrap(kernel_from_body("v[0] = 3; return x", "v, x"), lambda v, x: (v, x), in_out_argnames=["v"])(F32, F32)
-    wrap(kernel_from_body("out[0] = x[0] + 3"))(F32)
+    wrap(identity, name="returned")(F32)
+    beside_state = kernel_from_body("v[0] = 3; return x", "v, x")
+    wrap(beside_state, lambda v, x: (v, x), in_out_argnames=["v"], name="returned beside a state")(F32, F32)
+    wrap(name="stored")(F32)
     assert zeroed == [(), (), (0,)]
 
 
@@ -2404,9 +2394,8 @@ def test_zero_outputs_false_leaves_outputs_uninitialized(batch):
 
 @pytest.mark.parametrize("batch", [(), (1000,)])
 def test_scratch_and_0d_outputs_start_from_zeros(batch):
-    kernel = kernel_from_body(
-        "scratch[()] += x[()]\n    out[()] += 2 * scratch[()]", "unused, unused_too, x, out, scratch"
-    )
+    body = "scratch[()] += x[()]; out[()] += 2 * scratch[()]"
+    kernel = kernel_from_body(body, "unused, unused_too, x, out, scratch")
     x = np.arange(1.0, 1 + math.prod(batch), dtype=np.float32).reshape(batch)
     wrapper = wrap(kernel, spec(), scratch=spec())
     results = call_with_dirty_outputs(wrapper, batch, [x], n_outs=2)
