@@ -446,7 +446,6 @@ class CsrEvent(Operation):
     """The sum of the rows of a sparse matrix that spike, and their number: integers, bool, atomics, two outputs."""
 
     name = "csr_event"
-    dtypes = ("float32", "float64")
     rows, columns = 12, 9
     launch_dims = (rows,)
     unsupported = {
@@ -1404,7 +1403,7 @@ def errors(wrap):
         (TypeError, "never stores to output 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the "
          "`return`", wrap(kernel_from_body("return x.size")), F32),
         (TypeError, "'kernel' returns int64, not nothing. Remove the `return`, or wrap .* drops the result",
-         wrap(kernel_from_body("out[:] = x; return x.size")), F32),
+         wrap(kernel_from_body("out[0] = x[0]; return x.size")), F32),
         (TypeError, "returns float64, not int32. Return np.int32(x), or declare float64",
          wrap(lambda x: x / 2), np.int32(1)),
         (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float64",
@@ -2184,9 +2183,8 @@ CORRECT = [
     "def inner(i):\n    return x[i] * 2\nout[0] = inner(1)", "out[:] = vectorized_square(x)", "gu_double(x, out)",
     "gu_double(x, out)\nout[0] += np.ascontiguousarray(x)[0]",
     # NumPy's functions
-    "np.add(x, x, out)", "np.dot(ONES_4, x, out)", "out[:] = np.cumsum(x)",
-    "np.fill_diagonal(out.reshape((2, 2)), x[0])",
-    "out[0] = np.concatenate((x[2:], x[:2]))[0]", "for v in np.nditer(x): out[0] += v.item()",
+    "np.add(x, x, out)", "np.dot(ONES_4, x, out)", "np.fill_diagonal(out.reshape((2, 2)), x[0])",
+    "out[:] = np.cumsum(x)", "out[0] = np.concatenate((x[2:], x[:2]))[0]", "for v in np.nditer(x): out[0] += v.item()",
     "for v, o in np.nditer((x, out)): out[0] += v.item() + o.item()", "w = np.ascontiguousarray(x)\nout[0] = w[1]",
 ]  # fmt: skip
 
@@ -2567,7 +2565,7 @@ def executables(step):
     options_with_set = {"fastmath": {"nnan", "nsz", "arcp", "contract"}}  # the order of a set depends on the process
     kernels = [
         *closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
-        *closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T]),
+        *closures("x[0] + v[1, 0] + 0.75", [rows, rows.T]),
         *closures("v(x[0])", [math.sin, math.cos, *helpers]),
         *map(kernel_storing, ["np.sinh(x[0])", "np.cosh(x[0])", "x[0] + 40", "x[0] + 50"]),
         numba.njit(**options_with_set)(kernel_storing("x[0] / 7")),
