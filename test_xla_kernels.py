@@ -1844,7 +1844,7 @@ def random_nest(rng, rank, dtype):
 @pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (3, "int8")])
 def test_nested_vmap_equals_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(12)))
+    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(8)))
 
     @partial(jax.jit, static_argnums=0)
     def run(function, all_operands):
@@ -2370,10 +2370,10 @@ def test_scratch_and_0d_outputs_start_from_zeros(batch):
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_aliased_output_initialized_without_xla_alias(batch):
     """For XLA an alias is a hint, which fusions of slices on GPUs lose.  This program has no alias."""
-    accumulate = wrap(kernel_from_body("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
+    accumulate = wrap(kernel_from_body("out[0] += x[0] + x[3]", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
-    np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
+    np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(12))
     assert (acc == 10).all()
 
 
@@ -2388,8 +2388,8 @@ def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
 
 def test_scratch_is_not_a_result():
     """Otherwise, jax_debug_nans would check it."""
-    x = np.ones((2, 3), np.float32)
-    call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
+    x = np.ones((2, 1), np.float32)
+    call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan; out[0] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
