@@ -2239,8 +2239,9 @@ def test_numba_options_do_not_change_checks(code, is_correct, option):
 CACHED_KERNELS = {  # bodies of kernels that Numba caches, and a part of the error message or the result
     "x.flat[0] = 77; out[0] = 1": "in_out_argnames",
     "store_in(x); out[0] = 1": "in_out_argnames",
+    "d = {0: out}; d[1] = x; d[1][0] = 77": "in_out_argnames",
     "out = x[0]": "never stores",
-    "y = x.copy(); y.flat[0] = 5; out[0] = y[0]": "[5.0, 0.0, 0.0, 0.0]",
+    "y = np.ascontiguousarray(x); out[0] = y[1]": "[1.0, 0.0, 0.0, 0.0]",
     "out[0] = [v for v in (x, x)][0][2]": "[4.0, 0.0, 0.0, 0.0]",
 }
 
@@ -2265,9 +2266,9 @@ def result_of_cached_kernel(kernel):
 
 def test_checks_are_the_same_for_kernels_from_numbas_cache(tmp_path):
     bodies = {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
-    bodies["store_in(a)"] = "a.flat[0] = 77"
+    bodies["store_in(a)"] = "np.ascontiguousarray(a)[0] = 77"
     kernels = [f"@numba.njit(cache=True)\ndef {name}:\n    {body}\n" for name, body in bodies.items()]
-    (tmp_path / "cached_kernels.py").write_text("import numba\n" + "".join(reversed(kernels)))
+    (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(reversed(kernels)))
     compiled = results_of_cached_kernels(tmp_path)
     cached = another_process().submit(results_of_cached_kernels, tmp_path).result()
     for results, is_cached in ((compiled, False), (cached, True)):
