@@ -140,7 +140,6 @@ class Forward:
         return vmap_first(call, inputs)(batch[0], *inputs[1:])
 
     def vmap_last_axis(call, inputs, batch):
-        """Map the last axis of every input, and make it the last axis of every output."""
         last = [jnp.moveaxis(x, 0, -1) for x in batch]
         results = jax.vmap(call, in_axes=-1, out_axes=-1)(*last)
         return [jnp.moveaxis(result, -1, 0) for result in results]
@@ -158,8 +157,6 @@ class Forward:
         return jax.jit(partial(scan_slices, call))(batch[0][:4], *inputs[1:])
 
     def while_loop(call, inputs, batch):
-        """Call in a loop, so that the result is that of the last step."""
-
         def step(i_and_results):
             i, _ = i_and_results
             return i + 1, call(jnp.asarray(batch[0])[i], *inputs[1:])
@@ -184,12 +181,10 @@ class Forward:
         return jax.jit(sharded)(batch[0], *inputs[1:])
 
     def jit_over_mesh(call, inputs, batch):
-        """Let XLA partition the batch."""
         first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), PARTITIONED))
         return jax.jit(vmap_first(call, inputs))(first, *inputs[1:])
 
     def export(call, inputs, batch):
-        """Export the call, and run it in a process that has traced the same kernel."""
         return run_exported_elsewhere(call, *inputs)
 
 
@@ -266,7 +261,6 @@ def scan_slices(call, batch, *others):
 
 
 def default_platform():
-    """Return the platform on which JAX computes by default, "cpu" or "gpu"."""
     return (jax.config.jax_default_device or jax.devices()[0]).platform
 
 
@@ -452,13 +446,16 @@ class CsrEvent(Operation):
     """The sum of the rows of a sparse matrix that spike, and their number: integers, bool, atomics, two outputs."""
 
     name = "csr_event"
-    dtypes = ("float32", "float64")
     rows, columns = 12, 9
     launch_dims = (rows,)
     unsupported = {
         "numba_parallel": "rows share columns, so the loop over rows is not parallel",
         "pallas": "adds to elements that other programs add to",
     }  # fmt: skip
+    covered = dict.fromkeys(
+        ["jit", "vmap_last_axis", "cond", "pmap", "jit_over_mesh", "export", "grad_of_nested_vmap", "grad_of_scan",
+         "jvp_of_grad"], "hadamard",
+    )  # fmt: skip
 
     def inputs(rng, dtype):
         counts = rng.integers(0, 5, CsrEvent.rows)
@@ -495,35 +492,8 @@ class CsrEvent(Operation):
                 wp.atomic_add(out, indices[k], data[k])
 
 
-class Lif(Operation):
-    """Leaky integrate-and-fire neurons: two dtypes of outputs, and an output aliased to a batched input."""
-
-    name = "lif"
-    shapes = ((9,), (9,))
-    options = {"input_output_aliases": {0: 0}}
-    unsupported = {
-        "pallas": "reads an output that is aliased to an input",
-        "differentiable": "Warp's adjoint cannot restore a value that the kernel overwrites",
-    }  # fmt: skip
-    covered = {
-        **dict.fromkeys(all_but(FORWARD, "eager", "vmap"), "blend"),
-        **dict.fromkeys(DERIVATIVES, "csr_event"),
-    }  # fmt: skip
-
-    def reference(v, current):
-        u = v + (current - v) * v.dtype.type(0.1)
-        return u * (u <= 1), u > 1
-
-    def element(i, v, current, out, spikes):
-        u = out[i] + (current[i] - out[i]) * Scalar(0.1)
-        spikes[i] = u > Scalar(1.0)
-        if u > Scalar(1.0):
-            u = Scalar(0.0)
-        out[i] = u
-
-
 class Blend(Operation):
-    """An output aliased to an input that `vmap` does not batch, a scratch buffer, and a static parameter."""
+    """An output aliased to an input (which most batches do not map), a scratch buffer, and a static parameter."""
 
     name = "blend"
     shapes = ((9,), (9,))
@@ -533,7 +503,7 @@ class Blend(Operation):
         "pallas": "reads an output that is aliased to an input",
         "differentiable": "Warp's adjoint cannot restore a value that the kernel overwrites",
     }  # fmt: skip
-    covered = dict.fromkeys(all_but(DERIVATIVES, "jvp", "grad"), "csr_event")
+    covered = dict.fromkeys(all_but(DERIVATIVES, "jvp", "grad"), "hadamard")
 
     def reference(v, current, rate):
         return v + (current - v) * v.dtype.type(rate)
@@ -554,7 +524,7 @@ def inputs_and_batch(name, dtype):
 
 
 def aligned_copy(x):
-    """Copy an array to an address where XLA uses it in place, so that a kernel which writes to it would change it."""
+    """Copy an array to an address where XLA uses it in place, so that a write by a kernel changes it."""
     memory = np.empty(x.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     at_address = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -591,28 +561,18 @@ def specs_of(name, dtype):
 
 
 class Language:
-    """A language of kernels.  A subclass writes the kernel of an operation, compiles it and wraps it.
+    """A language of kernels.  Subclasses are namespaces, without instances.
 
-    Subclasses are namespaces, without instances.
+    `opening(indices)` yields the lines that give the indices of an element their values; a line that ends in ":" opens
+    a block.  `compile(function, buffers, **options)` decorates a function for buffers of these specs.
+    `wrap(operation, kernel, outs, name, **options)` returns a function of the inputs that calls the kernel.
     """
 
     dtypes_without_arrays = {}  # dtype: why kernels do not take arrays of it
 
-    def opening(indices):
-        """Yield the lines that give the indices of an element their values; a line that ends in ":" opens a block."""
-        raise NotImplementedError
-
     def scalar(dtype):
         """Return what the name `Scalar` is in kernels."""
         return dtype.type
-
-    def compile(function, buffers, **options):
-        """Decorate a function.  `buffers` are the specs of its arguments."""
-        raise NotImplementedError
-
-    def wrap(operation, kernel, outs, name, **options):
-        """Return a function of the inputs that calls the kernel."""
-        raise NotImplementedError
 
     @classmethod
     def kernel(cls, name, dtype, params, options):
@@ -785,7 +745,7 @@ BACKENDS = {
     "numba": Backend("numba", "numba"),
     "numba_parallel": Backend(
         "numba", "numba", compile_options={"parallel": True},
-        covered=dict.fromkeys(DERIVATIVES, "numba"), dtypes_covered_by="numba",
+        covered=dict.fromkeys((*DERIVATIVES, "export"), "numba"), dtypes_covered_by="numba",
     ),
     "numba_cuda": Backend("cuda", "cuda"),  # on a GPU, or in Numba's simulator
     "numba_cuda_callable": Backend(
@@ -936,27 +896,18 @@ def test_matrix(operation, backend, transformation, dtype):
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
 
 
-def test_matrix_tables_name_existing_rows():
-    """A misspelled name in `unsupported` or `covered` would have no effect."""
-    rows = {*BACKENDS, *LANGUAGES, *TRANSFORMATIONS}
-    for operation in OPERATIONS.values():
-        assert operation.unsupported.keys() <= rows
-        assert operation.covered.keys() <= TRANSFORMATIONS.keys() and set(operation.covered.values()) <= {*OPERATIONS}
-    for backend in BACKENDS.values():
-        assert {*backend.unsupported, *backend.covered} <= TRANSFORMATIONS.keys()
-        assert {*backend.covered.values(), backend.dtypes_covered_by} <= {*BACKENDS, ""}
-    assert {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *BATCHES, *ON_FOUR_DEVICES} <= TRANSFORMATIONS.keys()
-
-
-def test_matrix_covers_what_it_leaves_out():
-    """Each sampled combination names an operation or a backend that has such a cell."""
+def test_matrix_tables_are_consistent():
+    """A misspelled name would have no effect.  Each sampled combination names another one that has a cell."""
     cells = [cell.values for cell in CELLS]
     by_operation = {(operation, transformation) for operation, _, transformation, _ in cells}
     by_backend = {(backend, transformation) for _, backend, transformation, _ in cells}
     for operation in OPERATIONS.values():
+        assert operation.unsupported.keys() <= {*BACKENDS, *LANGUAGES, *TRANSFORMATIONS}
         assert {(other, transformation) for transformation, other in operation.covered.items()} <= by_operation
     for backend in BACKENDS.values():
+        assert backend.unsupported.keys() <= TRANSFORMATIONS.keys() and backend.dtypes_covered_by in {*BACKENDS, ""}
         assert {(other, transformation) for transformation, other in backend.covered.items()} <= by_backend
+    assert {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *BATCHES, *ON_FOUR_DEVICES} <= TRANSFORMATIONS.keys()
 
 
 def check_close(results, expected, tolerance=1e-5):
@@ -1028,11 +979,6 @@ def kernel_storing(expression, **values):
 def target_of(function, *specs):
     """Return the name of the custom-call target in the lowered function."""
     return re.search(r"custom_call @\"?([\w.]+)", jax.jit(function).lower(*specs).as_text())[1]
-
-
-def copied_bytes(program, *specs):
-    """Return the size of the temporary buffers of a jitted function, which hold the copies of inputs."""
-    return program.lower(*specs).compile().memory_analysis().temp_size_in_bytes
 
 
 def in_threads(work, args):
@@ -1290,36 +1236,23 @@ call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 ADVICE = {  # the fix that follows Numba's own reason in the message: kernels that need it
     "Inputs are read-only, .* writes to its input 'x'. Write to an output, list the input in in_out_argnames=['x'], or "
-    "write to a copy, x.copy()": [
-        kernel_from_body("x[0] = 77"),
-        kernel_from_body("x += 77"),
-        kernel_from_body("np.add(x, 77, x)"),
-    ],
-    "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap": [
-        kernel_from_body("out[:] = jnp.sin(x)", jnp=jnp),
-        kernel_from_body("out[:] = sin(x)", sin=jnp.sin),
-        kernel_from_body("out[:] = add(x, x)", add=jnp.add),
-        kernel_from_body("out[:] = relu(x)", relu=jax.nn.relu),
-    ],
-    "A kernel cannot draw from jax.random. Draw before the call, and pass the noise as an input": [
-        kernel_from_body("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)
-    ],
+    "write to a copy, x.copy()":
+        [kernel_from_body("x[0] = 77"), kernel_from_body("x += 77"), kernel_from_body("np.add(x, 77, x)")],
+    "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap":
+        [kernel_from_body("out[:] = jnp.sin(x)", jnp=jnp), kernel_from_body("out[:] = sin(x)", sin=jnp.sin)],
+    "A kernel cannot draw from jax.random. Draw before the call, and pass the noise as an input":
+        [kernel_from_body("out[:] = jax.random.normal(jax.random.key(0), (4,))", jax=jax)],
     "Write out[i] = 1.0 instead of out.at[i].set(1.0)": [kernel_from_body("out.at[0].set(1.0)")],
     "Import outside of the kernel": [kernel_from_body("import math; out[0] = math.sin(x[0])")],
-    "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__": [
-        kernel_from_body("out[:] = wrapped(x)", wrapped=add_one)
-    ],
-    "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)": [
-        kernel_from_body("copy(x, out)", copy=identity)
-    ],
-    "A kernel can capture numbers, tuples and NumPy arrays, but no dict, list or object. Pass its values as inputs": [
-        kernel_from_body("out[0] = a['gain']", a={"gain": 2.0}),
-        kernel_from_body("out[0] = a[0]", a=[2.0]),
-    ],
-    "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated": [
-        kernel_from_body("breakpoint()")
-    ],
-}
+    "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__":
+        [kernel_from_body("out[:] = wrapped(x)", wrapped=add_one)],
+    "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)":
+        [kernel_from_body("copy(x, out)", copy=identity)],
+    "A kernel can capture numbers, tuples and NumPy arrays, but no dict, list or object. Pass its values as inputs":
+        [kernel_from_body("out[0] = a['gain']", a={"gain": 2.0})],
+    "Debug it in Python with NumPy arrays: call wrapper.__wrapped__, or its .py_func if it is decorated":
+        [kernel_from_body("breakpoint()")],
+}  # fmt: skip
 
 
 def reuse_name_for_bad_kernel(name):
@@ -1358,219 +1291,164 @@ def errors(wrap):
         (TypeError, "numba.njit or a plain function; got partial.*closure", wrap, partial(identity)),
         (TypeError, "got method.*outside of the class", wrap, types.MethodType(identity, 3)),
         (TypeError, "is a method, and `self` is not an array. Write a function outside", wrap, lambda self, x: x),
-        (TypeError, "ufunc <ufunc 'sin'>. Call it in a function: lambda x: np.sin(x). Drop target='parallel'",
-         wrap, np.sin),
+        (TypeError, "<ufunc 'sin'>. Call it in a function: lambda x: np.sin(x). Drop target='parallel'", wrap, np.sin),
         (TypeError, "got builtin_function_or_method .*. Call it in a function: lambda x: math.sin(x)", wrap, abs),
         (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", wrap, jnp.sin),
         (TypeError, "outs[1].*'f4'", wrap, identity, [FLOATS, "f4"]),
         (ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True", wrap(outs=()), F32),
-        (TypeError, "outs is missing", wrap, identity, None),
         (TypeError, ".shape and .dtype", wrap, identity, jnp.float32),
         (ValueError, "negative.*(-1,)", wrap, identity, spec(-1)),
         (ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one", partial(wrap, scalars=3)),
-        (ValueError, "a scalar is an input without dimensions. 'out' in scalars=['out'] is an output",
-         wrap(scalars=["out"]), F32),
-        (ValueError, "'x' in scalars=['x'] is float32[4]. Remove it from scalars, or pass a number (under vmap, one",
-         wrap(scalars=["x"]), F32),
+        (ValueError, "a scalar is an input .* 'out' in scalars=['out'] is an output", wrap(scalars=["out"]), F32),
+        (ValueError, "'x' in scalars=['x'] is float32[4]. Remove it .*, or pass a number", wrap(scalars=["x"]), F32),
         (ValueError, "vmap_method.*'loop'", partial(wrap, vmap_method="loop")),
         (ValueError, "in_out_argnames=.*'t' is not one. Choose from (x, out)", partial(wrap, in_out_argnames=["t"])),
-        (ValueError, "in the order of the kernel's parameters; got ['out', 'x']. Write in_out_argnames=['x', 'out']",
-         partial(wrap, in_out_argnames=["out", "x"])),
+        (ValueError, "['out', 'x']. Write in_out_argnames=['x', 'out']", partial(wrap, in_out_argnames=["out", "x"])),
         # inputs
         (TypeError, "'add_one': input 0 ('x') .*got list [1, 2]. Convert it, jnp.array(x)", add_one, [1, 2]),
         (TypeError, "got dict .*Pass its values one by one, x[key]", add_one, {"a": F32}),
         (TypeError, "got str 'fast'. .*a variable of the kernel's closure", add_one, "fast"),
         (TypeError, "got function .*a variable of the kernel's closure", add_one, identity),
         (TypeError, "got NoneType None. .*a variable of the kernel's closure", add_one, None),
-        *[(TypeError, f'got ndarray {dtype}. .*x.astype("{cast}")', add_one, np.ones(4, dtype))
-          for dtype, cast in [("float128", "float64"), ("complex256", "complex128")] if hasattr(np, dtype)],
+        *[(TypeError, f'got ndarray {dtype}. .*x.astype("float64")', add_one, np.ones(4, dtype))
+          for dtype in ["float128"] if hasattr(np, dtype)],
         (TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)", add_one, Fraction(1, 2)),
         (TypeError, 'got ndarray datetime64[D]. .*x.view("int64")', add_one, np.array(["2020-02-29"], "M8[D]")),
-        (TypeError, 'got ndarray timedelta64[s]. .*x.view("int64")', add_one, np.array([3], "m8[s]")),
         (TypeError, 'got ndarray object. .*x.astype("float32")', add_one, np.array([1.0, 2], object)),
         (TypeError, "got ndarray [('a', '<f4')]. .*x['a']", add_one, np.zeros(3, [("a", "f4")])),
         (TypeError, "is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval", add_one, FLOATS),
         (TypeError, "input 0.*key_data", lambda: add_one(jax.random.key(0))),
         # outputs, and what starts from an input
-        (TypeError, "scratch buffer 0 is bfloat16[4], a dtype for which",
-         wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
-        (TypeError, f"'add_one': outs of (float32[4]) raised TypeError: '>' not .*{SPECS_NO_VALUES}",
-         wrap(outs=lambda x: x[x > 1]), F32),
+        (TypeError, "scratch buffer 0 is bfloat16[4], a dtype for", wrap(scratch=spec(4, dtype=jnp.bfloat16)), F32),
+        (TypeError, f"outs of (float32[4]) raised TypeError: .*{SPECS_NO_VALUES}", wrap(outs=lambda x: x[x > 1]), F32),
         (TypeError, f"has no attribute 'astype'. {SPECS_NO_VALUES}", wrap(outs=lambda x: x.astype("f4")), F32),
-        (TypeError, "scratch of (float32[4]) raised IndexError: tuple index out of range",
-         wrap(scratch=lambda x: spec(x.shape[1])), F32),
+        (TypeError, "scratch of (float32[4]) raised IndexError: tuple", wrap(scratch=lambda x: spec(x.shape[1])), F32),
         (TypeError, "launch_dims of (float32[4]) raised AttributeError: .*'sum'",
-         lambda: jax.eval_shape(xk.numba_cuda_kernel(cuda.jit(cuda_add), identity, launch_dims=lambda x: x.sum()),
-          F32)),
-        (TypeError, "outs .*a shape of ints. (2, (4,)) contains the shape (4,). Unpack it: (2, *x.shape)",
-         wrap(outs=lambda x: spec(2, x.shape)), F32),
+         partial(trace_cuda, launch_dims=lambda x: x.sum())),
+        (TypeError, "(2, (4,)) contains .*Unpack it: (2, *x.shape)", wrap(outs=lambda x: spec(2, x.shape)), F32),
         (TypeError, "outs .*a shape of ints; got (2.0,). .*x.size // 2", wrap(outs=lambda x: spec(x.size / 2)), F32),
         (TypeError, "A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)",
          wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype)), F32),
         (TypeError, "known before the call. The size .*int32[].* is traced. .*jax.jit(f, static_argnames=...)",
          jax.jit(lambda n, x: wrap(outs=lambda x: spec(n))(x)), 4, F32),
-        (TypeError, "must be a spec .*got 4 of type int. Write jax.ShapeDtypeStruct(shape, dtype)",
-         wrap(outs=lambda x: x.shape), F32),
+        (TypeError, "got 4 of type int. Write jax.ShapeDtypeStruct(shape, dtype)", wrap(outs=lambda x: x.shape), F32),
         (TypeError, "outs must take all inputs. The call has the inputs (x, n, alpha), but outs takes (x). Write "
          "outs=lambda x, n, alpha: ...", wrap(head.__wrapped__, identity), F32, 2, 3.0),
         (TypeError, "has the inputs (x), but outs takes (x, n, alpha). Pass 'n', 'alpha' to the call, or write outs=",
          wrap(head.__wrapped__, lambda x, n, alpha: x), F32),
-        (TypeError, "has the inputs (x, out), but outs takes (x). If 'out' is an output, do not pass 'out'",
-         wrap(outs=identity), F32, F32),
-        (TypeError, "scratch takes (x, y). Pass 'y' to the call, or write scratch=lambda x: ...",
-         wrap(scratch=lambda x, y: x), F32),
+        (TypeError, "outs takes (x). If 'out' is an output, do not pass 'out'", wrap(outs=identity), F32, F32),
         (TypeError, "a tuple, or a NamedTuple", wrap(outs={"out": FLOATS}), F32),
-        (ValueError, "input_output_aliases={0: -1}: there is no output -1. The outputs are 0: float32[4]",
-         wrap(input_output_aliases={0: -1}), F32),
+        (ValueError, "there is no output -1. The outputs are 0: float32[4]", wrap(input_output_aliases={0: -1}), F32),
         (ValueError, "there is no input 2. The inputs are 0: float32[4]", wrap(input_output_aliases={2: 0}), F32),
-        (ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]",
-         wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
-        (ValueError, "an output can start from one input only, and output 0 has one already",
-         wrap(input_output_aliases={0: 0, 1: 0}), F32, F32),
-        (ValueError, "'y' is not an input of this call; the inputs are (x)",
-         wrap(input_output_aliases={"y": 0}), F32),
-        (ValueError, "'out' is not an input of this call; the inputs are (x). .*Pass the initial value of 'out'",
-         wrap(in_out_argnames=["out"]), F32),
+        (ValueError, "Input 0 is float32[4], .*float32[3]", wrap(outs=spec(3), input_output_aliases={0: 0}), F32),
+        (ValueError, "output 0 has one already", wrap(input_output_aliases={0: 0, 1: 0}), F32, F32),
+        (ValueError, "'y' is not an input of this call; the inputs are (x)", wrap(input_output_aliases={"y": 0}), F32),
+        (ValueError, "the inputs are (x). .*Pass the initial value of 'out'", wrap(in_out_argnames=["out"]), F32),
         (ValueError, "input_output_aliases={0: 1}: an input can start one output only, and input 0 starts output 0",
          wrap(outs=[FLOATS] * 2, in_out_argnames=["x"], input_output_aliases={0: 1}), F32),
         (ValueError, "begin with the specs of the in-out arguments. 'x' is float32[4], but outs[0] is float32[3]. "
          "Write outs=lambda x: (x, ...)", wrap(outs=[spec(3), FLOATS], in_out_argnames=["x"]), F32),
-        (ValueError, "'y' is float32[4], but outs[1] is missing. Write outs=lambda x, y: (x, y)",
-         wrap(lambda x, y: None, in_out_argnames=["x", "y"]), F32, F32),
+        (ValueError, "outs[1] is missing. Write outs=lambda x, y: (x, y)",
+         wrap(lambda x, y: 0, in_out_argnames=["x", "y"]), F32, F32),
         (TypeError, "is its own output. 'state' .*a parameter 'state_out'. Drop 'state_out', and write to 'state'",
          wrap(kernel_from_body("state_out[:] = state", "state, state_out"), identity, in_out_argnames=["state"]), F32),
-        (ValueError, "'x' is in scalars and in in_out_argnames. Remove it from scalars, and write x[()]",
-         partial(wrap, in_out_argnames=["x"], scalars=["x"])),
+        (ValueError, "Remove it from scalars, and write x[()]", partial(wrap, in_out_argnames=["x"], scalars=["x"])),
         # the arguments of the kernel
-        (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs, scratch included",
-         wrap(outs=[FLOATS] * 2), F32),
+        (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs", wrap(outs=[FLOATS] * 2), F32),
         (TypeError, "none can be keyword-only. Make the keyword-only parameter an input, or a variable of the closure.",
          wrap(kernel_from_body("out[:] = x + n", "x, out, *, n=3")), F32),
         (TypeError, "got 1 by position and (alpha) by name", partial(head, alpha=F32[0]), F32),  # n is missing
         (TypeError, "position only", partial(wrap(lambda x, /, n, out: None), n=F32[0]), F32),
-        (TypeError, "without dimensions (input 1, 2) has no items n[i]; under vmap, a slice may have no "
-         "dimensions. Read and "
-         "write it with n[()], or list an input in scalars=['n'] and read it as n.", head, F32, 2, 3.0),
-        (TypeError, "A 0-d input is a scalar here, because the kernel returns its outputs.*Write q instead of q[()]",
-         wrap(lambda x, q: x * q[()]), F32, 2.0),
+        (TypeError, "without dimensions (input 1, 2) has no items n[i]; under vmap, a slice may have no dimensions. "
+         "Read and write it with n[()], or list an input in scalars=['n']", head, F32, 2, 3.0),
+        (TypeError, "A 0-d input is a scalar here.*Write q instead of q[()]", wrap(lambda x, q: x * q[()]), F32, 2.0),
         # what the kernel does
         *[(TypeError, text, wrap(kernel), F32) for text, kernels in ADVICE.items() for kernel in kernels],
         (TypeError, "pure_callback", wrap(kernel_from_body("with numba.objmode():\n        print()")), F32),
-        (TypeError, "never stores to output 'out'.*Write `out[:] = ...`, or remove the parameter 'out' and keep the "
-         "`return`", wrap(kernel_from_body("return x.size")), F32),
+        (TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter 'out'",
+         wrap(kernel_from_body("return x.size")), F32),
         (TypeError, "'kernel' returns int64, not nothing. Remove the `return`, or wrap .* drops the result",
-         wrap(kernel_from_body("out[:] = x; return x.size")), F32),
-        (TypeError, "within a kind .* returns float64, not int32. Return np.int32(x), or declare float64 in outs",
-         wrap(lambda x: x / 2), np.int32(1)),
+         wrap(kernel_from_body("out[0] = x[0]; return x.size")), F32),
+        (TypeError, "float64, not int32. Return np.int32(x), or declare float64", wrap(lambda x: x / 2), np.int32(1)),
         (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float64",
          wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32))), np.arange(3)),
-        (TypeError, "returns list(float64).*, not float32.", wrap(lambda x: [1.0], spec()), F32),
         (TypeError, "jax_enable_x64", lambda: wrap(kernel_storing("f(x)[0]",
          f=numba.njit("f8[::1](f8[::1])")(identity)))(F32)),
-        (TypeError, "A kernel cannot capture a JAX array. Pass it as an input",
-         lambda: wrap(kernel_from_body("out[:] = a", a=jnp.ones(4)))(F32)),
+        (TypeError, "capture a JAX array. Pass it", lambda: wrap(kernel_from_body("out[:] = a", a=jnp.ones(4)))(F32)),
         # transformations
-        (TypeError, "no (further) derivative. Use jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian, or "
-         "the rules of an XLACustomKernel.", jax.jvp, add_one, [F32], [F32]),
-        (NotImplementedError, "transposed. .* Use jax.custom_vjp, or the rules of an XLACustomKernel",
-         lambda: jax.linear_transpose(add_one, F32)(F32)),
-        (NotImplementedError, "GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback",
-         lambda: lower_for_cuda(add_one, F32)),
+        (TypeError, "Use jax.custom_vjp for grad, jax.custom_jvp for jvp and hessian", jax.jvp, add_one, [F32], [F32]),
+        (NotImplementedError, "transposed. .* Use jax.custom_vjp", lambda: jax.linear_transpose(add_one, F32)(F32)),
+        (NotImplementedError, "numba_cuda_kernel and warp_kernel, and jax.pure", lambda: lower_for_cuda(add_one, F32)),
         # when the kernel runs
-        (jax.errors.JaxRuntimeError, "it returned an array of shape (4,), where outs declares (2,)",
-         wrap(identity, spec(2)), F32),
+        (jax.errors.JaxRuntimeError, "array of shape (4,), where outs declares (2,)", wrap(identity, spec(2)), F32),
         (jax.errors.JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in kernel 'kernel')",
          wrap(kernel_from_body(f"raise LookupError({ODD_TEXT!r})")), F32),
-        (jax.errors.JaxRuntimeError, "ZeroDivisionError", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))),
-         F32[None]),
+        (jax.errors.JaxRuntimeError, "ZeroDivision", jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)"))), F32[None]),
         (jax.errors.JaxRuntimeError, "IndexError: index is out of bounds.*raised in kernel 'kernel'",
          wrap(numba.njit(boundscheck=True)(kernel_from_body("out[x.size] = 1"))), F32),
         # names
         (ValueError, "'in use before compiling' is in use", reuse_name_for_bad_kernel, "in use before compiling"),
     ],
     "scipy": [
-        (TypeError, "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C "
-         "functions", call_scipy, expression) for expression in ["special.j0(x[0])", "j0(x[0])"]
+        (TypeError, "Use math.erf and math.gamma, or, on CPUs, SciPy's C functions", call_scipy, expression)
+        for expression in ["special.j0(x[0])", "j0(x[0])"]
     ],
     "cuda": [
         (ValueError, "grid and block, or launch_dims", trace_cuda),
         (TypeError, "got 1.5", partial(trace_cuda, grid=1.5, block=1)),
         (ValueError, "2048", partial(trace_cuda, grid=1, block=(32, 64))),
         (ValueError, "block.z must be an int from 1 to 64; got 65", partial(trace_cuda, grid=1, block=(1, 1, 65))),
-        (ValueError, "grid.y must be an int from 0 to 65535; got 65536", partial(trace_cuda, grid=(1, 65536), block=1)),
         (ValueError, "got 65536 in grid=(1, 65536, 1), from launch_dims=(1, 1048561). Put the largest size in x",
          partial(trace_cuda, launch_dims=(1, 65535 * 16 + 1))),
-        (ValueError, "got -3", partial(trace_cuda, launch_dims=lambda x: -3)),
-        (ValueError, "threads_per_block must be an int from 1 to 1024; got 2048",
-         partial(trace_cuda, launch_dims=1, threads_per_block=2048)),
-        (TypeError, "threads_per_block must be an int", partial(trace_cuda, launch_dims=1, threads_per_block=(8, 8))),
-        (ValueError, "shared_mem must be an int from 0 to 2147483647; got -1",
-         partial(trace_cuda, launch_dims=1, shared_mem=-1)),
+        (ValueError, "1 to 1024; got 2048", partial(trace_cuda, launch_dims=1, threads_per_block=2048)),
+        (ValueError, "shared_mem must be an int from 0 .*; got -1", partial(trace_cuda, launch_dims=1, shared_mem=-1)),
         (TypeError, "output 0 is bfloat16[3]", partial(trace_cuda, outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
-        (TypeError, "@cuda.jit of numba or numba_cuda_mlir.*Use numba_kernel",
-         partial(trace_cuda, numba.njit(identity), launch_dims=1)),
+        (TypeError, "@cuda.jit of numba .*Use numba_kernel", partial(trace_cuda, numba.njit(identity), launch_dims=1)),
         (TypeError, "for one kernel use numba_cuda_kernel.*int 3", trace_callable, 3),
         (TypeError, "(x, out, stream).*passes (float32[3], .*a stream)", trace_callable, lambda x, out, stream: cuda),
         (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
          lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
-        (ValueError, "launch_dims=3 has 1 dimensions, but cuda.grid gives 2",
-         lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
+        (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
     ],
     "warp": [  # arrays
-        (TypeError, "'x' must be an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
-         partial(trace_warp, "multiply", spec(3, dtype=np.int32), spec(3))),
-        (TypeError, "JAX truncates it to 32 bits, unless .* x = jnp.asarray(x, jnp.float64)",
-         trace_warp, "takes_doubles", spec(3)),
+        (TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
+         trace_warp, "multiply", spec(3, dtype=np.int32), spec(3)),
+        (TypeError, "JAX truncates it to 32 bits, .*jnp.asarray(x, jnp.float64)", trace_warp, "takes_doubles", spec(3)),
         (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: x.reshape(-1, 2)",
          trace_warp, "matvec", spec(3, 2, 2), spec(3, 4)),
-        (TypeError, "Declare it with its dtype: jax.ShapeDtypeStruct((3,), jnp.float32)",
-         partial(trace_product, outs=spec(3, dtype=np.int32))),
-        (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare "
-         "jax.ShapeDtypeStruct((1, 2), jnp.float32)", partial(trace_matvec, outs=spec(2))),
+        (TypeError, "Declare it .*((3,), jnp.float32)", partial(trace_product, outs=spec(3, dtype=np.int32))),
+        (TypeError, "For a single element, declare .*((1, 2), jnp.float32)", partial(trace_matvec, outs=spec(2))),
         (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: x.reshape(1, 2)",
          partial(trace_matvec, spec(2), outs=spec(2), in_out_argnames=["out"])),
         (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
-         partial(trace_matvec, outs=spec(2), input_output_aliases={"v": 0})),
-        (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
          partial(trace_matvec, outs=(), scratch=spec(2), has_side_effect=True)),
-        (NotImplementedError, "A launch needs known dimensions",
-         trace_warp, "multiply", spec(*export.symbolic_shape("n")), spec(3)),
+        (NotImplementedError, "known dimensions", trace_warp, "multiply", spec(*export.symbolic_shape("n")), spec(3)),
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "multiply", spec(2**31), spec(3)),
         (ValueError, "Warp counts extents and strides in 32 bits", trace_warp, "squares_of_rows", spec(2, 2**29)),
-        (TypeError, "Pass differentiable=True for reverse mode. Use jax.custom_vjp for grad, jax",
-         lambda: jax.jvp(product(), PAIR, PAIR)),
+        (TypeError, "differentiable=True .*. Use jax.custom_vjp for grad, jax", lambda: jax.jvp(product(), PAIR, PAIR)),
         (TypeError, "differentiable=True for reverse mode, if the kernel changes nothing in place. Use jax.custom_vjp",
          lambda: jax.jvp(product(in_out_argnames=["out"]), (*PAIR, PAIR[0]), (*PAIR, PAIR[0]))),
         (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", trace_warp, "multiply", spec(3)),
-        (TypeError, "'h' must be .* Got 'Holder'. Give the kernel a parameter for each field",
-         trace_warp, "takes_arrays_in_structs"),
-        (TypeError, "'h' must be .* Got 'Params'. Give the kernel a parameter for each field",
-         trace_warp, "takes_arrays_of_structs"),
-        (TypeError, "'t' must be a scalar, vector or matrix, an array of these, or a struct without arrays. Got",
-         trace_warp, "takes_indices"),
-        (TypeError, "'takes_anything' is generic. Pass an overload, such as wp.overload(kernel, ",
-         trace_warp, "takes_anything"),
+        (TypeError, "'h' must be .* Got 'Holder'. .*a parameter for each field", trace_warp, "takes_arrays_in_structs"),
+        (TypeError, "'h' must be .* Got 'Params'. .*a parameter for each field", trace_warp, "takes_arrays_of_structs"),
+        (TypeError, "'t' must be a scalar, vector or matrix, an array .* Got", trace_warp, "takes_indices"),
+        (TypeError, "'takes_anything' is generic. .*such as wp.overload(kernel, ", trace_warp, "takes_anything"),
         # launches, and what starts from an input
         (ValueError, "launch_dims is missing, and the shape of the first array, (), has 0 dimensions",
          partial(trace_warp, "takes_nothing", outs=(), has_side_effect=True)),
-        (TypeError, "launch_dims must be 1 to 4 ints from 0 to 2147483647. Got '3'",
-         partial(trace_product, launch_dims="3")),
+        (TypeError, "launch_dims must be 1 to 4 ints from 0 to .*. Got '3'", partial(trace_product, launch_dims="3")),
         (ValueError, "1 to 4 ints from 0 to 2147483647. Got -1", partial(trace_product, launch_dims=-1)),
-        (ValueError, "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=",
-         partial(trace_product, tiled=True)),
+        (ValueError, "number of blocks. launch_dims is missing. Pass launch_dims=", partial(trace_product, tiled=True)),
         (ValueError, "block_dim must be an int from 1 to 2147483647; got 0", partial(trace_product, block_dim=0)),
         (ValueError, "launch_dims must be 1 to 3 ints", partial(trace_product, tiled=True, launch_dims=(1,) * 4)),
         (ValueError, "must not overwrite an input or use scratch. Got in_out_argnames=['acc']. Write to a new output",
          partial(trace_warp, "histogram", in_out_argnames=["acc"], differentiable=True)),
         # values and types
-        (TypeError, "'s' is passed by value, as struct .*Settings. Got int 1. Pass an instance of",
-         partial(call_warp_with, s=1)),
+        (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", partial(call_warp_with, s=1)),
         (Exception, "param m .*warp_kernel 'every'", partial(call_warp_with, m=[1.0, 2.0])),  # Warp's own text
-        (ValueError, "'i' is passed by value, as int8. Got ndarray array(300). Pass a number from -128 to 127",
-         partial(call_warp_with, i=np.array(300))),
+        (ValueError, "as int8. Got ndarray array(300). .* from -128 to 127", partial(call_warp_with, i=np.array(300))),
         (TypeError, "takes a function decorated with warp.kernel; got function", xk.warp_kernel, like_first, spec()),
-        (ValueError, "Warp has no scalar type for dtype .*Cast the array to one of: bool, .*float64",
-         xk.jaxtype_to_warptype, np.complex64),
+        (ValueError, "Warp has no scalar type .*Cast .* one of: bool, .*float64", xk.jaxtype_to_warptype, np.complex64),
         (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", xk.jaxinfo_to_warpinfo, spec()),
         (pickle.PicklingError, "'multiply'.*in a variable of a module", lambda: pickle.dumps(product())),
     ],
@@ -1578,42 +1456,26 @@ def errors(wrap):
         (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", call_broken, "shape"),
         (ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. ", call_broken, "far"),
         (ValueError, "no backend '' for platform 'cpu'", call_broken, ""),
-        (KeyError, "Raised by .* backend 'raising' .*backend= to use another one: shape, nothing", call_broken,
-         "raising"),
+        (KeyError, "Raised by .* backend 'raising' .*backend= to use another one: shape", call_broken, "raising"),
         (TypeError, "must return a decorated kernel.*Got None. .*pass lambda: f", call_broken, "nothing"),
-        (TypeError, "'undecorated' takes (x, out).* a function f of arrays, pass lambda: f", call_broken,
-         "undecorated"),
-        (TypeError, "no static parameters. Got alpha .*: lambda alpha: make_kernel(alpha)",
-         partial(call_broken, alpha=2), "numba"),
+        (TypeError, "'undecorated' takes (x, out).* a function f .*pass lambda: f", call_broken, "undecorated"),
+        (TypeError, "Got alpha .*: lambda alpha: make_kernel(alpha)", partial(call_broken, alpha=2), "numba"),
         (TypeError, "the generator of backend 'needs n' takes (n)", call_broken, "needs n"),
-        (TypeError, "outs must be a spec with .shape and .dtype; got <function .*Write jax.ShapeDtypeStruct(shape",
-         partial(EMPTY_OP, outs=lambda x: x.T), F32),
-        (TypeError, "must be hashable. Parameter 'k' is .*static_argnames=\"k\"",
-         partial(jax.jit(call_empty_op), k=2.0), F32),
-        (TypeError, "needs outs of XLACustomKernel 'empty', as specs of one batch element. Got None",
-         xk.general_batching_rule, EMPTY_OP, (F32,), (0,)),
-        (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing. .*def_kernel('jax', 'cpu', kernel)",
-         call_empty_op, F32),
-        (NotImplementedError, "no kernel for platform 'cpu'. Registered: nothing",
-         partial(EMPTY_OP.benchmark, outs=like_first), F32),
+        (TypeError, "got <function .*Write jax.ShapeDtypeStruct(shape", partial(EMPTY_OP, outs=lambda x: x.T), F32),
+        (TypeError, "hashable. Parameter 'k' is .*static_argnames=\"k\"", partial(jax.jit(call_empty_op), k=2.0), F32),
+        (TypeError, "needs outs of .*'empty', .* Got None", xk.general_batching_rule, EMPTY_OP, (F32,), (0,)),
+        (NotImplementedError, "'cpu'. Registered: nothing. .*def_kernel('jax', 'cpu', kernel)", call_empty_op, F32),
         # what is registered
         (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", identity),
-        (TypeError, "must be decorated, a wrapper, or a generator. Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu",
-         "kernel"),
+        (TypeError, "must be decorated, a wrapper, or a .* Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu", "kernel"),
         (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", identity),
-        (ValueError, "Got 'CPU'. Write 'cpu'", EMPTY_OP.set_default, "CPU", "a"),
         (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, identity, grid=3)),
-        (TypeError, "those of numba_kernel. .* got an unexpected keyword argument 'grid'",
-         partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
-        (TypeError, "those of numba_kernel. .*'outs'. .*op(x, outs=...)",
-         partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, outs=F32)),
-        (TypeError, "def_warp_kernel takes kernels of its own backend. .*op.def_numba_kernel(kernel)",
-         EMPTY_OP.def_warp_kernel, NJIT_ITSELF),
-        (TypeError, "'numba' takes (x, out).*Decorate a kernel with @numba.njit",
-         call_undecorated, "def_numba_kernel"),
+        (TypeError, "unexpected keyword argument 'grid'", partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
+        (TypeError, "numba_kernel. .*op(x, outs=...)", partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, outs=F32)),
+        (TypeError, "kernels of its own backend. .*op.def_numba_kernel(kernel)", EMPTY_OP.def_warp_kernel, NJIT_ITSELF),
+        (TypeError, "'numba' takes (x, out).*Decorate a kernel with @numba.njit", call_undecorated, "def_numba_kernel"),
         (TypeError, "'warp' takes (x, out).*Decorate a kernel with @wp.kernel", call_undecorated, "def_warp_kernel"),
-        (TypeError, "'numba' .*takes (x, out).*Decorate a kernel with @numba.njit", call_undecorated,
-         "def_numba_kernel", True),
+        (TypeError, "'numba' .*(x, out).*Decorate .* with @numba.njit", call_undecorated, "def_numba_kernel", True),
         (TypeError, "An op has no side effects", call_broken, "effects"),
         (TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3", xk.defjvp, 3),
         (TypeError, "operand 1 must be a function. Got 'wrong'", EMPTY_OP.def_jvp_rule2, None, "wrong"),
@@ -1650,15 +1512,13 @@ def test_mistake_raises_error_with_fix(kind, text, call, args):
     np.testing.assert_array_equal(add_one(F32), F32 + 1)  # later calls work
 
 
-@pytest.mark.parametrize("kernel, outs", [
-    (lambda x: np.float32(0.5) * x, FLOATS),
-    (lambda x: (0.5 * x).astype(np.float32), FLOATS),
-    (lambda x: 0.5 * x, spec(4, dtype=np.float64)),
-], ids=["float32 factor", "astype", "float64 in outs"])  # fmt: skip
-def test_fixes_of_64_bit_results_work(kernel, outs):
+def test_fixes_of_64_bit_results_work():
     """Numba computes `0.5 * x` in float64.  The message for this mistake offers these three fixes."""
     with x64():
-        np.testing.assert_array_equal(wrap(kernel, outs)(F32), F32 / 2)
+        in_float32 = wrap(lambda x: np.float32(0.5) * x)(F32)
+        cast = wrap(lambda x: (0.5 * x).astype(np.float32))(F32)
+        in_float64 = wrap(lambda x: 0.5 * x, spec(4, dtype=np.float64))(F32)
+        check_close([in_float32, cast, in_float64], [F32 / 2, F32 / 2, F32.astype(np.float64) / 2])
 
 
 def test_fix_of_unsupported_dtype_works():
@@ -1776,7 +1636,7 @@ def test_recompiles_only_when_captured_value_changes(jit):
         (((3,), numba.float32, table.copy()), 0, 8.5),
     ]:
         with install_recorder("numba:compile") as recorder:
-            for n in (1, 2, 3):
+            for n in (1, 2):
                 np.testing.assert_array_equal(wrap(jit(make(*values)))(np.ones(n, np.float32)), [expected] * n)
         compiled = [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
         assert compiled.count("kernel") == count
@@ -1808,17 +1668,26 @@ def test_modified_captured_array_recompiles_kernel(size, step):
     assert result_of(kernel_storing("array[0]", array=equal)) == 1
 
 
-def test_constant_set_of_tuples_distinguishes_kernels():
-    """`(a, b) in {(1, 2)}` is a frozenset of tuples in the kernel's code."""
-    kernels = [kernel_storing(f"1 if (x.size, x.ndim) in {{({size}, 1), (9, 9)}} else 0") for size in (4, 5)]
-    assert list(map(result_of, kernels)) == [1, 0]
-
-
 def test_captured_list_may_contain_itself():
     """The kernel only has an attribute of this name, but the code does not show that."""
     recursive = [1.0]
     recursive.append(recursive)
     assert result_of(kernel_storing("x[0] + x.size", size=recursive)) == 1 + F32.size
+
+
+def test_failed_allocation_of_lock_raises(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
+        with pytest.raises(MemoryError, match="lock for machine code"):
+            xk._native_lock_address("a lock of this test")
+    address = xk._native_lock_address("a lock of this test")
+    assert address and xk._native_lock_address("a lock of this test") == address
+
+
+def test_constant_set_distinguishes_kernels():
+    """`n in {1, 2}` is a frozenset in the kernel's code."""
+    kernels = [kernel_storing(f"1 if x.size in {{{size}, 9}} else 0") for size in (4, 5)]
+    assert list(map(result_of, kernels)) == [1, 0]
 
 
 OP_OF_THIS_MODULE = xk.XLACustomKernel("another name than the variable")
@@ -1830,21 +1699,18 @@ def test_copies_and_pickles_of_module_variable_are_identical(kept):
     assert pickle.loads(pickle.dumps([kept]))[0] is deepcopy(kept) is shallow_copy(kept) is kept
 
 
-def test_module_named_like_builtins_is_pickled_by_reference(monkeypatch):
-    module = types.ModuleType("my_builtins")
-    module.kernel = wrap(kernel_from_body("out[:] = x"))
-    monkeypatch.setitem(sys.modules, "my_builtins", module)
-    assert pickle.loads(pickle.dumps(module.kernel)) is module.kernel
-
-
 def test_wrapper_without_module_variable_is_pickled_by_value(monkeypatch):
     """Another process does not have the variables of `__main__`, so these wrappers are pickled by value, too."""
     divisor = 2
-    local = wrap(numba.njit(fastmath=True)(lambda x: x / divisor))
-    of_main = wrap(kernel_from("def kernel(x, out): out[:] = x / 2", __name__="__main__"))
+
+    @numba.njit(fastmath=True)
+    def halve(x, out):
+        out[0] = x[0] / divisor
+
+    of_main = wrap(kernel_from("def kernel(x, out): out[0] = x[0] / 2", __name__="__main__"))
     monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
-    for kernel in (local, of_main):
-        np.testing.assert_array_equal(another_process().submit(kernel, F32).result(), F32 / 2)
+    for kernel in (wrap(halve), of_main):
+        assert another_process().submit(kernel, F32).result()[0] == 0.5
 
 
 # -- transformations of a wrapper -----------------------------------------------------------------------
@@ -1868,22 +1734,23 @@ def test_lowered_program_calls_no_python():
 
 def test_export_with_symbolic_shape():
     (n,) = export.symbolic_shape("n")
-    triple = wrap(kernel_from_body("out[:] = 3 * x"), name="triple")  # not traced before
+    triple = wrap(kernel_from_body("for i in range(x.size): out[i] = 3 * x[i]"), name="triple")  # not traced before
     program = export.export(jax.jit(triple), disabled_checks=xk.export_checks())(spec(n))
     for size in (1, 5, 8):
         np.testing.assert_array_equal(program.call(np.ones(size, np.float32)), np.full(size, 3.0))
 
 
 def test_integer_outputs_and_scratch_have_zero_tangents():
-    sign = wrap(kernel_from_body("out[:] = np.sign(x)", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
+    sign = wrap(kernel_from_body("out[0] = x[0] > 0", "x, out, scratch"), spec(4, dtype=np.int32), scratch=like_first)
     out, tangent = jax.jvp(sign, (F32,), (F32,))
     assert out.dtype == jnp.int32 and tangent.dtype == jax.dtypes.float0
-    np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 1, 1, 1])
+    np.testing.assert_array_equal(jax.grad(lambda x: (x * sign(x)).sum())(F32), [1, 0, 0, 0])
 
 
 def test_custom_jvp_of_wrappers():
     """`sine` and `cosine` are each other's derivatives, so all orders exist, in both modes and under vmap."""
-    sine, cosine = (jax.custom_jvp(wrap(kernel_from_body(f"out[:] = np.{name}(x)"))) for name in ("sin", "cos"))
+    loop = "for i in range(x.size): out[i] = math.{}(x[i])"
+    sine, cosine = [jax.custom_jvp(wrap(kernel_from_body(loop.format(name)))) for name in ("sin", "cos")]
     sine.defjvp(lambda primals, tangents: (sine(*primals), cosine(*primals) * tangents[0]))
     cosine.defjvp(lambda primals, tangents: (cosine(*primals), -sine(*primals) * tangents[0]))
     x = np.array([0.5, 1.5], np.float32)
@@ -1894,16 +1761,14 @@ def test_custom_jvp_of_wrappers():
 
 
 def test_vmapped_cond_runs_kernel_of_both_branches():
-    call = wrap(kernel_from_body("out[0] = x[0] ** 0.5\n    if x[0] < 0: raise ValueError('negative')"))
+    root = wrap(kernel_from_body("out[0] = x[0] ** 0.5\n    if x[0] < 0: raise ValueError('negative')"))
 
-    def root_or_zero(x, is_guarded):
-        safe = jnp.where(x > 0, x, 0) if is_guarded else x
-        return jax.lax.cond(x[0] > 0, call, jnp.zeros_like, safe)
+    def root_or_zero(x):
+        return jax.lax.cond(x[0] > 0, root, jnp.zeros_like, x)
 
     x = np.array([[4], [-1], [9]], np.float32)
-    check_close(root_or_zero(x[1], False), [0])  # without vmap, only one branch runs
-    check_close(jax.jit(jax.vmap(partial(root_or_zero, is_guarded=True)))(x), [[2], [0], [3]])
-    assert "negative" in error_of(jax.vmap(partial(root_or_zero, is_guarded=False)), x)
+    check_close(list(map(root_or_zero, x)), [[2], [0], [3]])
+    assert "negative" in error_of(jax.vmap(root_or_zero), x)
 
 
 def test_vmapped_while_loop_runs_kernel_for_finished_elements():
@@ -1912,7 +1777,7 @@ def test_vmapped_while_loop_runs_kernel_for_finished_elements():
     def double_until_8(call, x):
         return jax.lax.while_loop(lambda x: x[0] < 8, call, x)
 
-    double = wrap(lambda x: 2 * x, identity)
+    double = wrap(kernel_from_body("out[0] = 2 * x[0]"))
     below_8 = wrap(kernel_from_body("if x[0] >= 8: raise ValueError('finished')\n    out[0] = 2 * x[0]"))
     x = np.array([[1], [3], [5]], np.float32)
     check_close([double_until_8(below_8, start) for start in x], [[8], [12], [10]])
@@ -1922,11 +1787,11 @@ def test_vmapped_while_loop_runs_kernel_for_finished_elements():
 
 @pytest.mark.parametrize("is_donated", [True, False])
 def test_donated_in_out_argument_is_updated_in_place(is_donated):
-    program = jax.jit(wrap(kernel_from_body("v += 1", "v"), in_out_argnames=["v"]), donate_argnums=(0,) * is_donated)
-    v = jnp.arange(1000.0)
+    program = jax.jit(wrap(kernel_from_body("v[0] += 1", "v"), in_out_argnames=["v"]), donate_argnums=(0,) * is_donated)
+    v = jnp.zeros(1000)
     address = v.unsafe_buffer_pointer()
     result = program(v)
-    check_close(result, np.arange(1.0, 1001.0, dtype=np.float32))
+    assert result[0] == 1
     assert v.is_deleted() == (result.unsafe_buffer_pointer() == address) == is_donated
 
 
@@ -1962,10 +1827,10 @@ def random_nest(rng, rank, dtype):
     return [rng.integers(0, 4, shape).astype(dtype) for shape in shapes.values()], nest
 
 
-@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (4, "int8")])
+@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (2, "complex64"), (3, "int8")])
 def test_nested_vmap_equals_loop_over_slices(rank, dtype):
     rng = np.random.default_rng(rank)
-    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(25)))
+    all_operands, nests = zip(*(random_nest(rng, rank, dtype) for _ in range(8)))
 
     @partial(jax.jit, static_argnums=0)
     def run(function, all_operands):
@@ -2025,15 +1890,14 @@ def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
 # -- calling conventions -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outs, signature", [(like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")])
-def test_wrapper_has_repr_and_signature_of_its_inputs(outs, signature):
-    """jax.custom_vjp binds arguments by the signature, and jax.jit finds those of donate_argnames."""
+def test_custom_vjp_binds_arguments_by_the_signature_of_a_wrapper():
     assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
-    square = wrap(lambda x: x * x, outs)
-    assert str(inspect.signature(square)) == signature
-    with_vjp = jax.custom_vjp(square)
-    with_vjp.defvjp(lambda x: (square(x), x), lambda x, ct: (2 * x * ct,))
-    np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 2, 4])
+    for outs, signature in ((like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")):
+        call = wrap(add_one.__wrapped__, outs)
+        assert str(inspect.signature(call)) == signature
+        with_vjp = jax.custom_vjp(call)
+        with_vjp.defvjp(lambda x: (call(x), x), lambda x, ct: (x * ct,))
+        np.testing.assert_array_equal(jax.grad(lambda x: with_vjp(x).sum())(jnp.arange(3.0)), [0, 1, 2])
 
 
 def test_wrapper_drops_annotations_of_its_kernel():
@@ -2041,7 +1905,7 @@ def test_wrapper_drops_annotations_of_its_kernel():
 
     def kernel(x: np.ndarray, out: np.ndarray) -> None:
         """Add one."""
-        out[:] = x + 1
+        out[0] = x[0] + 1
 
     add = wrap(kernel, identity)
     assert typing.get_type_hints(add) == add.__annotations__ == {}
@@ -2051,12 +1915,12 @@ def test_wrapper_drops_annotations_of_its_kernel():
     assert typing.get_type_hints(add.__wrapped__)["return"] is type(None)
 
 
-def _swap(x, y):
+def swap(x, y):
     return y, x
 
 
-def _sum_and_twice(x):
-    return x.sum(), (2 * x, x.mean())
+def first_and_rest(x):
+    return x[0], (x[1:], x[2])
 
 
 def scaled_head(x, n, alpha):
@@ -2070,42 +1934,33 @@ def add_to_total(x, total):
 Pair = collections.namedtuple("Pair", "first second")
 SCALARS, COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
 VECTORS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-updates_total = kernel_from_body("total += x; out[:] = 2 * total", "x, total, out")
+UPDATES_TOTAL = "for i in range(3):\n        total[i] += x[i]\n        out[i] = 2 * total[i]"
 CONVENTIONS = {  # a wrapper, the same function in Python, and two slices of each input
     "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), VECTORS),
     "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, VECTORS[:, None]),
-    "returns a tuple": (wrap(_sum_and_twice, (spec(), (spec(3), spec())), scratch=()), _sum_and_twice, VECTORS),
-    "returns what outputs start as": (
-        wrap(_swap, _swap, input_output_aliases={0: 0, 1: 1}), _swap, VECTORS, -VECTORS
-    ),
+    "returns a tuple": (wrap(first_and_rest, (spec(), (spec(2), spec())), scratch=()), first_and_rest, VECTORS),
+    "returns a NamedTuple": (wrap(swap, lambda x, y: Pair(x, y)), lambda x, y: Pair(y, x), VECTORS, -VECTORS),
+    "returns aliased outputs": (wrap(swap, swap, input_output_aliases={0: 0, 1: 1}), swap, VECTORS, -VECTORS),
     "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), VECTORS),
-    "star args": (wrap(kernel_from_body("a[-1][:] = a[0]", "*a")), like_first, VECTORS, VECTORS + 1),
-    "a default": (wrap(kernel_from_body("out[:] = n * x", "x, out, n=3")), partial(operator.mul, 3), VECTORS),
+    "star args": (wrap(kernel_from_body("a[-1][0] = a[0][0]", "*a"), spec(1)), lambda x, y: x[:1], VECTORS, -VECTORS),
+    "a default": (wrap(kernel_from_body("out[0] = n * x[0]", "x, out, n=3"), spec(1)), lambda x: 3 * x[:1], VECTORS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
     "aliased by name": (
-        wrap(kernel_from_body("out += x", "x, start, out"), like_first, input_output_aliases={"start": 0}), np.add,
-        VECTORS, VECTORS + 1,
-    ),
-    "scratch": (
-        wrap(kernel_from_body("s[:] = 2 * x; out[:] = s[::-1]", "x, out, s"), scratch=like_first),
-        lambda x: 2 * x[::-1], VECTORS,
+        wrap(kernel_from_body("for i in range(3): out[i] += x[i]", "x, start, out"), input_output_aliases={"start": 0}),
+        np.add, VECTORS, VECTORS + 1,
     ),
     "two scratch buffers": (
-        wrap(kernel_from_body("n[0] += 1; s[:] += n[0] * x; out[:] = s", "x, out, s, n"),
-             scratch=lambda x: (x, spec(1, dtype=np.int32))), like_first, VECTORS,
+        wrap(kernel_from_body("n[0] += 1; s[0] += n[0] * x[1]; out[0] = s[0]", "x, out, s, n"), spec(1),
+             scratch=lambda x: (x, spec(1, dtype=np.int32))), lambda x: x[1:2], VECTORS,
     ),
     "NamedTuple outs": (
-        wrap(kernel_from_body("first[:] = 2 * x; second[()] = x[0]", "x, first, second"), Pair(spec(3), spec())),
-        lambda x: Pair(2 * x, x[0]), VECTORS,
-    ),
-    "NamedTuple returned": (
-        wrap(lambda x: (2 * x, (x[0], x[1])), lambda x: Pair(x, Pair(spec(), spec()))),
-        lambda x: Pair(2 * x, Pair(x[0], x[1])), VECTORS,
+        wrap(kernel_from_body("first[0] = 2 * x[0]; second[()] = x[0]", "x, first, second"), Pair(spec(1), spec())),
+        lambda x: Pair(2 * x[:1], x[0]), VECTORS,
     ),
     "in-out": (
-        wrap(updates_total, lambda x, total: (total, x), in_out_argnames=["total"], zero_outputs=True), add_to_total,
-        VECTORS, VECTORS + 1,
+        wrap(kernel_from_body(UPDATES_TOTAL, "x, total, out"), lambda x, total: (total, x), in_out_argnames=["total"],
+             zero_outputs=True), add_to_total, VECTORS, VECTORS + 1,
     ),
 }  # fmt: skip
 
@@ -2139,17 +1994,17 @@ def test_returned_values_are_cast_within_a_kind(is_enabled):
 
 
 def test_inputs_can_be_passed_by_name():
-    call = wrap(head.__wrapped__, scalars=True)
+    call = CONVENTIONS["scalars"][0]
     np.testing.assert_array_equal(call(F32, alpha=0.5, n=2), [0.5, 0.5, 0, 0])
 
 
 # -- inputs never change, and correct programs run -------------------------------------------------------
 # Tables of kernels for `x` and `out` of four floats.  Mistakes must raise an error, and correct programs match NumPy.
-# The kernels are strings, because the checks analyze compiled code, not source.
+# The kernels are strings, because the checks analyze compiled code, not source.  Most of them store one element only,
+# because Numba takes three times as long to compile `out[:] = x`.
 
 ONES_4 = np.ones((4, 4), np.float32)
 FROM_ZERO = np.arange(4, dtype=np.float32)
-FLOATS_1D = numba.types.Array(numba.types.float32, 1, "C")
 jitted_add_one = numba.njit(add_one.__wrapped__)
 
 
@@ -2167,11 +2022,6 @@ def store_in_copy(array, copy):
 
 
 @numba.njit
-def last_axis(array):
-    return array.reshape((2, 2))[1]
-
-
-@numba.njit
 def views_of(array):
     yield array[:2]
     yield array[2:]
@@ -2180,14 +2030,6 @@ def views_of(array):
 @numba.njit
 def itself_or(array, other, choice):
     return array if choice else other
-
-
-@numba.njit
-def fill_deeply(array, depth):
-    if depth > 0:
-        fill_deeply(array, depth - 1)
-    else:
-        np.fill_diagonal(array, 77)
 
 
 @numba.njit("void(f4[::1], f4[::1])")
@@ -2202,13 +2044,8 @@ def store_in_writable(x):
 
 
 @numba.njit
-def square(x):
-    return x * x
-
-
-@numba.njit
-def fibonacci(n):
-    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+def keep(v):
+    v[0] = v[0]
 
 
 @numba.guvectorize("(n)->(n)")
@@ -2220,6 +2057,7 @@ def gu_double(x, out):
 @numba.guvectorize("(n)->(n)")
 def gu_store(x, out):
     x[0] = 77
+    out[0] = 1
 
 
 @numba.vectorize
@@ -2227,46 +2065,35 @@ def vectorized_square(x):
     return x * x
 
 
-def in_namespace(code, parameters="x, out"):
-    """Return a kernel with this body, which can call the functions of this file."""
+def in_namespace(code, parameters="x, out", **options):
+    """Return a decorated kernel with this body, which can call the functions of this file."""
     code = "\n    ".join(code.split("\n"))
     namespace = {**globals(), "typed": numba.typed, "prange": numba.prange}
     exec(f"def kernel({parameters}):\n    {code}", namespace)
-    return namespace["kernel"]
+    return numba.njit(parallel="prange" in code, **options)(namespace["kernel"])
 
 
 WRITES_TO_INPUT = [  # statements that would change the caller's array
     # rejected by Numba's read-only array types:
-    "x[0] = 77", "x[:] = 77", "x[...] = 77", "x += 77", "x[1:] += 77", "x.fill(77)", "x.sort()", "np.add(x, 77, x)",
-    "x[x > 1] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.T[0] = 77", "x.ravel()[0] = 77", "x[::-1][0] = 77",
+    "x[0] = 77", "x[:] = 77", "x.fill(77)", "x[x > 1] = 77", "x.reshape((2, 2))[0, 0] = 77", "x.ravel()[0] = 77",
     "y = x\ny[0] = 77", "y = np.asarray(x)\ny[0] = 77", "y = x.view(np.int32)\ny[0] = 77",
-    "y = out\nif x[0] > 1:\n    y = x\ny[0] = 77", "a, b = x, out\na, b = b, a\nb[0] = 77", "(x, out)[0][0] = 77",
-    "for a in (x, x):\n    a[0] = 77", "[x, out][0][0] = 77",
-    "b = [out]\nb.append(x)\nb[1][0] = 77", "b = [x] + [out]\nb[0][0] = 77",
-    "b = (x,) + (out,)\nb[0][0] = 77",
+    "y = out\nif x[0] > 1: y = x\ny[0] = 77", "a, b = x, out\na, b = b, a\nb[0] = 77", "(x, out)[0][0] = 77",
+    "for a in (x, x): a[0] = 77",
+    "b = [out]\nb.append(x)\nb[1][0] = 77", "b = [x] + [out]\nb[0][0] = 77", "b = (x,) + (out,)\nb[0][0] = 77",
     "s = slice(0, 2)\nr = x[s]\nr[0] = 77",
     "r = x[np.newaxis]\nr[0, 0] = 77", "y = np.resize(x, x.size)\ny[0] = 77", "Pair(x, out).first[0] = 77",
-    "for a, o in zip(x.reshape((2, 2)), out):\n    a[0] = 77", "last_axis(x)[0] = 77",
-    "itself_or(x, out, True)[0] = 77",
-    "for p in views_of(x):\n    p[0] = 77", "def write():\n    x[0] = 77\nwrite()", "(lambda a: a.fill(77))(x)",
-    "np.random.shuffle(x)", "store_in_copy(x, False)", "np.put(x, 0, 77)", "y = np.frombuffer(x)\ny[0] = 77",
-    "y = np.nan_to_num(x.view(np.int32))\ny[0] = 77",
-    "np.lib.stride_tricks.as_strided(x, (2,), (4,))[0] = 77", "for i in prange(4):\n    x[i] = 77",
-    # not supported by Numba 0.68:
-    "np.copyto(x, out)", "np.add.at(x, 0, 77)", "np.place(x, x > 0, out)", "memoryview(x)[0] = 77",
-    "np.put(x, [0], [77])",
+    "for a, o in zip(x.reshape((2, 2)), out): a[0] = 77", "itself_or(x, out, True)[0] = 77",
+    "for p in views_of(x): p[0] = 77", "def write():\n    x[0] = 77\nwrite()", "(lambda a: a.fill(77))(x)",
+    "np.random.shuffle(x)", "store_in_copy(x, False)", "y = np.nan_to_num(x.view(np.int32))\ny[0] = 77",
+    "for i in prange(4): x[i] = 77",
 ]  # fmt: skip
-UNSUPPORTED_WRITES = ("np.copyto", "np.add.at", "np.place", "memoryview", "np.put", "x.flat[:]", "np.lib")
 
 
 @pytest.mark.parametrize("code", WRITES_TO_INPUT, ids=words_of)
 def test_write_to_input_raises(code):
-    x = jnp.array([3.0, 1.0, 4.0, 2.0])
-    kernel = in_namespace(f"{code}\nout[:] = x")
-    text = None if code.startswith(UNSUPPORTED_WRITES) else r"(?s)[Ii]nputs are read-only.*in_out_argnames"
-    with pytest.raises(TypeError, match=text):
-        wrap(numba.njit(parallel="prange" in code)(kernel))(x)
-    assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
+    kernel = in_namespace(f"{code}\nout[0] = 1")
+    with pytest.raises(TypeError, match=r"(?s)[Ii]nputs are read-only.*in_out_argnames"):
+        jax.eval_shape(wrap(kernel), FLOATS)
 
 
 WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the value of the input after them
@@ -2277,7 +2104,6 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
     "store = store_in\nstore(x[1:])": [3, 77, 4, 2],
     "fill = np.fill_diagonal\nfill(x.reshape((2, 2)), 77)": [77, 1, 4, 77],
     "(lambda a: np.fill_diagonal(a, 77))(x.reshape((2, 2)))": [77, 1, 4, 77],
-    "fill_deeply(x.reshape((2, 2)), 2)": [77, 1, 4, 77],
     "np.dot(np.eye(4, dtype=x.dtype), x + 1, out=x)": [4, 2, 5, 3],
     "np.nan_to_num(x, copy=False)": [3, 1, 4, 2],
     "y = np.ascontiguousarray(x)\nnp.add(x, 77, y)": [80, 78, 81, 79],
@@ -2295,7 +2121,7 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
 @pytest.mark.parametrize("code", WRITES_TO_COPY, ids=words_of)
 def test_write_that_numba_does_not_reject_changes_a_copy_of_input(code):
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
-    call = wrap(in_namespace(f"{code}\nout[:] = x"))
+    call = wrap(in_namespace(f"{code}\nfor i in range(4): out[i] = x[i]"))
     assert call(x).tolist() == WRITES_TO_COPY[code]
     assert jax.vmap(call)(jnp.stack([x, x])).tolist() == [WRITES_TO_COPY[code]] * 2
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
@@ -2314,145 +2140,99 @@ def test_gufunc_that_writes_to_its_input_changes_a_copy(vmap_method):
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
 
 
-CORRECT = [  # (body, the result; None if plain Python computes it from the body)
-    ("out[:] = 2 * x", None), ("out[...] = x[::-1]", None), ("for i in range(x.size):\n    out[i] = x[i] + 1", None),
-    ("i = 0\nwhile i < x.size:\n    out[i] = x[i]\n    i += 1", None), ("np.add(x, x, out)", None),
-    ("for i, v in enumerate(x):\n    out[i] = v", None), ("for i in np.ndindex(x.shape):\n    out[i] = x[i]", None),
-    ("for i in range(4):\n    for k in range(4):\n        out[i] += x[k]", None),
-    ("out[:] = np.where(x > 2, out + x, 1)", None),
-    ("s = out[1]\nfor k in range(4):\n    s += x[k]\nout[1] = s", None), ("if x[0] > 0:\n    out[0] = 1", None),
-    ("for i in range(4):\n    if out[i] < x[i]:\n        out[i] = x[i]", None), ("out.fill(1)\nout[2] = x[2]", None),
-    ("out[:] = np.inf\nfor i in range(4):\n    out[0] = min(out[0], x[i])", None), ("out[:] = x\nout.sort()", None),
-    ("out[int(x[1])] += 1", None), ("out[0], out[1] = divmod(x[2], x[0])", None),
-    ("o: np.ndarray = out\no[:] = x", None),
-    ("jitted_add_one(*(x, out))", None), ("x = x.copy()\nx[0] = 77\nout[:] = x", None),
-    ("np.dot(ONES_4, x, out)", None),
-    ("order = list(x)\norder.sort()\nfor i in range(4):\n    out[i] = order[i]", None),
-    ("order = sorted(list(x), reverse=True)\nfor i in range(4):\n    out[i] = order[i]", None),
-    ("values = [v for v in x if v > 1]\nvalues.append(5.0)\nout[0] = len(values)", None),
-    ("w = np.sort(x)\nw[0] = 9\nout[:] = w", None),
-    ("w = np.where(x > 1, x, 0)\nw.sort()\nout[:] = w", None), ("out[:] = np.argsort(x)", None),
-    ("out[:] = np.cumsum(x)", None),
-    pytest.param("w = np.ascontiguousarray(x.reshape((2, 2)).T)\nw[0] = 0\nout[:] = w.ravel()", None,
+CORRECT = [
+    # loops, slices and expressions
+    "out[:] = 2 * x", "out[...] = x[::-1]", "for i in range(x.size): out[i] = x[i] + 1",
+    "i = 0\nwhile i < x.size:\n    out[i] = x[i]\n    i += 1", "for i, v in enumerate(x): out[i] = v",
+    "for i in np.ndindex(x.shape): out[i] = x[i]", "for i, v in enumerate(x.flat): out[i] = v",
+    "out.flat[1] = x.flat[2]", "out[0], out[1] = divmod(x[2], x[0])", "o: np.ndarray = out\no[1] = x[0]",
+    "out[2:][1] = x[0]", "half = slice(0, 2)\no = out[half]\no[:] = x[half]", "out.reshape((2, 2))[:, 1] = x[:2]",
+    "if x[0] > 100: raise ValueError('large')\nout[0] = x[0]", "assert x.size == 4\nout[0] = x[0]",
+    "for i in prange(4): out[i] = 2 * x[i]", "s = 0.0\nfor i in prange(4): s += x[i]\nout[0] = s",
+    # outputs that start from zeros
+    "for i in range(4):\n    for k in range(4): out[i] += x[k]", "s = out[1]\nfor v in x: s += v\nout[1] = s",
+    "if x[0] > 0: out[0] = 1", "for i in range(4):\n    if out[i] < x[i]: out[i] = x[i]", "out[int(x[1])] += 1",
+    "out.fill(1)\nout[2] = x[2]", "np.random.shuffle(out)\nout[0] = x[0]", "out[:] = out",
+    # stores to copies of an input, or beside it
+    "x = x.copy()\nx[0] = 77\nout[0] = x[0]", "y = x\ny = y + 1\ny[0] = 0\nout[0] = y[1]",
+    "x = np.maximum(x, 2)\nx[3] = 0\nout[0] = x[3]", "y = x.astype(np.int32)\ny[0] = 5\nout[0] = y[0]",
+    "y = x.flatten()\ny[0] = 5\nout[0] = y[0]", "y = np.vstack((x, x))\ny[0, 0] = 0\nout[0] = y[1, 0]",
+    "y = np.array([x[1], 2])\ny[0] = 3\nout[0] = y[0]", "w = np.where(x > 1, x, 0)\nw.sort()\nout[0] = w[1]",
+    "w = np.nan_to_num(x)\nw[0] = 5\nout[0] = w[0]", "out[0] = store_in_copy(x, True)",
+    "B = x.reshape((2, 2))[np.array([1, 0])]\nnp.fill_diagonal(B, 0)\nout[0] = B[0, 1]",
+    "tmp = np.zeros(4)\npair = x, tmp\npair[1][0] = 5\nout[0] = tmp[0]",
+    "p = Pair(x, np.ones(4, np.float32))\np.second[0] = 7\nout[0] = p.first[0]",
+    "a = x.copy()\nb = x + 1\nfor _ in range(3):\n    b[0] = a[0] + 1\n    a, b = b, a\nout[0] = a[0]",
+    "b = [x.copy(), x + 1]\nfor i in range(4): b[1 - i % 2][0] = b[i % 2][0] + 1\nout[0] = b[0][0]",
+    "d = {0: x.copy()}\nd[0][0] = 9\nout[0] = d[0][0]",
+    pytest.param("w = np.ascontiguousarray(x.reshape((2, 2)).T)\nw[0] = 0\nout[0] = w[1, 0]",
                  marks=pytest.mark.needs("numba 0.64")),
-    ("out[:] = x @ ONES_4", None),
-    ("w = np.ascontiguousarray(x)\nout[:] = w + np.nan_to_num(x)", None),
-    ("w = np.nan_to_num(x)\nw[0] = 5\nout[:] = w", None),
-    ("B = x.reshape((2, 2))[np.array([1, 0])]\nnp.fill_diagonal(B, 0)\nout[:] = B.ravel()", None),
-    ("B = np.zeros((2, 2))\nnp.fill_diagonal(B, x[0])\nout[:] = B.ravel()", None), ("out.flat[1] = x.flat[2]", None),
-    ("for row, o in zip(x.reshape((2, 2)), out.reshape((2, 2))):\n    np.multiply(row, 2, o)", None),
-    ("tmp = np.zeros(4)\npair = x, tmp\npair[1][0] = 5\nout[:] = pair[0] + tmp", None),
-    ("half = slice(0, 2)\no = out[half]\no[:] = x[half]", None),
-    ("tmp = np.ones(4, np.float32)\np = Pair(x, tmp)\np.second[0] = 7\nout[:] = p.first + p.second", None),
-    ("out[0] = store_in_copy(x, True)", None), ("out[:] = itself_or(x, out, True)", None),
-    ("out[:2] = last_axis(x)", None),
-    ("for i, v in enumerate(x.flat):\n    out[i] += v", None), ("out[0] = sum([v for v in x])", None),
-    ("out[:] = square(x)", None),
-    ("out[0] = fibonacci(10)", None), ("f = (lambda a: a + 1)\nout[:] = f(x)", None),
-    ("a, b = (lambda v: v), (lambda v: -v)\nout[:] = b(a(x))", None),
-    ("a = x.copy()\nb = np.zeros_like(x)\nfor _ in range(3):\n    b[:] = a + 1\n    a, b = b, a\nout[:] = a", None),
-    ("b = [x.copy(), np.zeros_like(x)]\nfor i in range(4):\n    b[(i + 1) % 2][:] = b[i % 2] + 1\nout[:] = b[0]", None),
-    ("d = {0: x.copy()}\nd[0][0] = 9\nout[:] = d[0]", None),
-    ("d = {1.0: 2}\nfor v in x:\n    d[v] = 3\nout[0] = len(d)", None),
-    ("l = [x, x]\nfor a in l:\n    out += a", None), ("out[:] = x\nout += 1\nout *= 2", None),
-    ("out[:] = vectorized_square(x)", None),
-    ("for p in views_of(x):\n    out[0] += p[0]", None), ("s = set(x)\nout[0] = len(s)", None),
-    ("out[:] = np.roll(x, 1)", None),
-    ("out[:] = np.interp(x, np.arange(5.0), np.arange(5.0) ** 2)", None), ("out[:2] = np.unique(x)[:2]", None),
-    ("def inner(i):\n    return x[i] * 2\nfor i in range(4):\n    out[i] = inner(i)", None),
-    ("out[:] = np.concatenate((x[2:], x[:2]))", None),
-    ("if x[0] > 100:\n    raise ValueError('large')\nout[:] = x", None), ("assert x.size == 4\nout[:] = x", None),
-    ("m = x.reshape((2, 2))\nout[:] = (m @ m).ravel()", None),
-    ("out[:] = np.linalg.solve(np.eye(4, dtype=np.float32), x)", None),
-    ("t = (x[0], (x[1], x[2]))\nout[0] = t[1][0]", None), ("o = out[1:]\no[:] = x[:3]", None),
-    ("out[2:][1] = x[0]", None),
-    ("out.reshape((2, 2))[:, 1] = x[:2]", None), ("np.fill_diagonal(out.reshape((2, 2)), x[0])", None),
-    ("out[:] = out", "0 * x"),
-    ("for i in prange(4):\n    out[i] = 2 * x[i]", "2 * x"),
-    ("s = 0.0\nfor i in prange(4):\n    s += x[i]\nout[0] = s", "[10, 0, 0, 0]"),
-    ("gu_double(x, out)", None), ("gu_double(x, out)\nout[:] += np.ascontiguousarray(x)", None),
-    ("add_one_to_writable(x, out)", None),
-    ("for v, o in np.nditer((x, out)):\n    o[()] = 2 * v[()]", "2 * x"),
-    ("for v in np.nditer(x):\n    out[0] += v.item()", None),
-    ("l = typed.List([out])\nl[0][:] = x", None), ("l = typed.List([x.copy()])\nl[0][0] = 9\nout[:] = l[0]", None),
-    ("y = x\ny = y + 1\ny[0] = 0\nout[:] = y", None), ("x = np.maximum(x, 2)\nx[3] = 0\nout[:] = x", None),
-    ("np.random.shuffle(out)\nout[:] = x", None), ("y = x.astype(np.int32)\ny[0] = 5\nout[:] = y", None),
-    ("y = x.flatten()\ny[0] = 5\nout[:] = y", None),
-    ("y = np.resize(x, 6)\nout[:] = y[2:]", None), ("y = np.vstack((x, x))\ny[0] = 0\nout[:] = y[1]", None),
-    ("y = np.array([x[1], 2])\ny[0] = 3\nout[:2] = y", None),
+    # lists and other collections
+    "order = list(x)\norder.sort()\nout[0] = order[0]", "l = [v for v in x if v > 1]\nl.append(5.0)\nout[0] = len(l)",
+    "s = set(x)\nout[0] = len(s)",
+    "t = (x[0], (x[1], x[2]))\nout[0] = t[1][0]", "l = [x, x]\nfor a in l: out[0] += a[0]",
+    "l = typed.List([out])\nl[0][0] = x[0]",
+    "for row, o in zip(x.reshape((2, 2)), out.reshape((2, 2))): np.multiply(row, 2, o)",
+    # helpers
+    "jitted_add_one(*(x, out))", "add_one_to_writable(x, out)", "out[0] = itself_or(x, out, True)[1]",
+    "for p in views_of(x): out[0] += p[0]",
+    "f = (lambda a: a + 1)\nout[0] = f(x[0])", "a, b = (lambda v: v), (lambda v: -v)\nout[0] = b(a(x[0]))",
+    "def inner(i):\n    return x[i] * 2\nout[0] = inner(1)", "out[:] = vectorized_square(x)", "gu_double(x, out)",
+    "gu_double(x, out)\nout[0] += np.ascontiguousarray(x)[0]",
+    # NumPy's functions
+    "np.add(x, x, out)", "np.dot(ONES_4, x, out)", "np.fill_diagonal(out.reshape((2, 2)), x[0])",
+    "out[:] = np.cumsum(x)", "out[0] = np.concatenate((x[2:], x[:2]))[0]", "for v in np.nditer(x): out[0] += v.item()",
+    "for v, o in np.nditer((x, out)): out[0] += v.item() + o.item()", "w = np.ascontiguousarray(x)\nout[0] = w[1]",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("code, expected", CORRECT, ids=words_of)
-def test_correct_kernel_matches_numpy(code, expected):
-    x = np.array([3.0, 1.0, 4.0, 2.0], np.float32)
+@pytest.mark.parametrize("code", CORRECT, ids=words_of)
+def test_correct_kernel_matches_numpy(code):
     kernel = in_namespace(code)
-    if expected is None:
-        reference = np.zeros(4, np.float32)
-        in_namespace(code)(x.copy(), reference)
-    else:
-        reference = np.asarray(eval(expected, {"x": x}), np.float32)
-    call = wrap(numba.njit(parallel="prange" in code)(kernel))
-    np.testing.assert_allclose(call(x), reference, rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(call)(np.stack([x, x])), [reference] * 2, rtol=1e-6)
+    x, expected = np.array([3.0, 1.0, 4.0, 2.0], np.float32), np.zeros(4, np.float32)
+    kernel.py_func(x.copy(), expected)
+    np.testing.assert_allclose(wrap(kernel)(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(wrap(kernel))(np.stack([x, x])), [expected] * 2, rtol=1e-6)
 
 
-CORRECT_RETURNS = [  # (parameters, returned expression)
-    ("x", "2 * x"), ("x", "x"), ("x", "x[::-1]"), ("x", "np.cumsum(x)"), ("x", "square(x)"), ("x", "np.sort(x)"),
-    ("x, y", "np.where(x > y, x, y)"), ("x, y", "x if x[0] > y[0] else y"), ("x, n", "x * n"),
-    ("x", "(x + 1).astype(np.float32)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("is_x64", [False, True], ids=["32 bits", "x64"])
-@pytest.mark.parametrize("parameters, expression", CORRECT_RETURNS, ids=words_of)
-def test_returned_expression_matches_numpy(parameters, expression, is_x64):
-    kernel = in_namespace(f"return {expression}", parameters)
-    with jax.enable_x64(is_x64):
-        x = jnp.array([3.0, 1.0, 4.0, 2.0])
-        others = {"x": (), "x, y": (x[::-1],), "x, n": (2.0,)}[parameters]
-        reference = kernel(np.array(x), *map(np.asarray, others))
-        np.testing.assert_allclose(wrap(kernel, lambda x, *_: x)(x, *others), reference, rtol=1e-6)
+@pytest.mark.parametrize("expression", [
+    "2 * x", "x", "x[::-1]", "x if x[0] > y[0] else y", "x * y[1]", "(x + 1).astype(np.float32)"
+], ids=words_of)  # fmt: skip
+def test_returned_expression_matches_numpy(expression):
+    kernel = in_namespace(f"return {expression}", "x, y")
+    x = np.array([3.0, 1.0, 4.0, 2.0], np.float32)
+    np.testing.assert_allclose(wrap(kernel)(x, x[::-1]), kernel.py_func(x, x[::-1]), rtol=1e-6)
 
 
 NEVER_STORES = [  # (parameters, body, the fix in the message, options)
     ("x, out", "out = x + 1", "`out[:] = ...`", {}), ("x, out", "pass", "`out[:] = ...`", {}),
-    ("x, out", "for i in range(x.size):\n    y = x[i] + out[i]", "`out[:] = ...`", {}),
-    ("x, out", "if out.size > 100:\n    y = out[0]\nout = np.sin(x)", "`out[:] = ...`", {}),
-    ("x, out", "add_to = square\nout = add_to(x)", "`out[:] = ...`", {}),
+    ("x, out", "for i in range(x.size): y = x[i] + out[i]", "`out[:] = ...`", {}),
+    ("x, out", "for i in prange(4): y = x[i]\nout = x + 1", "`out[:] = ...`", {}),
     ("x, out", "out = x + 1\nreturn out", "`out[:] = ...`.*'out' and keep the `return`", {}),
-    ("x, total", "total = x.sum()", r"`total[()] = ...`", {"outs": spec()}),
+    ("x, total", "total = x[0]", r"`total[()] = ...`", {"outs": spec()}),
     ("v, x", "v = 0.5 * v + x", "`v[:] = ...`", {"in_out_argnames": ["v"]}),
-    ("x, out, last", "out[:] = x\nlast = x[-1]", r"`last[()] = ...`", {"outs": (FLOATS, spec())}),
+    ("x, out, last", "out[0] = x[0]\nlast = x[-1]", r"`last[()] = ...`", {"outs": (FLOATS, spec())}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["serial", "parallel"])
 @pytest.mark.parametrize("parameters, code, fix, options", NEVER_STORES, ids=words_of)
-def test_output_never_stored_to_raises(parameters, code, fix, options, parallel):
-    kernel = numba.njit(parallel=parallel)(in_namespace(code, parameters))
+def test_output_never_stored_to_raises(parameters, code, fix, options):
     inputs = [F32, F32] if "v" in parameters else [F32]
     pattern = "(?s)never stores to.*" + ".*".join(map(re.escape, fix.split(".*")))
     with pytest.raises(TypeError, match=pattern):
-        jax.eval_shape(wrap(kernel, **options), *inputs)
-    if "return" not in code:
-        zeros = jax.tree.leaves(wrap(kernel, zero_outputs=True, **options)(*inputs))[-1]
-        assert "v" in parameters or not np.any(zeros)
+        jax.eval_shape(wrap(in_namespace(code, parameters), **options), *inputs)
 
 
-STORES_OLD_VALUES = [  # LLVM removes these stores, but the programs are correct
-    "for i in range(4):\n    v[i] *= 1.0", "v[:] = v", "for i in range(4):\n    v[i] = v[i]", "v[1:] += 0 * 0",
-    "w = v[:2]\nw[0] = w[0]", "jitted_keep(v)",
-]  # fmt: skip
+def test_zero_outputs_true_accepts_output_never_stored_to():
+    call = wrap(in_namespace("out = v", "v, out"), [FLOATS] * 2, in_out_argnames=["v"], zero_outputs=True)
+    check_close(call(F32), [F32, 0 * F32])
 
 
-@numba.njit
-def jitted_keep(v):
-    v[0] = v[0]
-
-
-@pytest.mark.parametrize("code", STORES_OLD_VALUES, ids=words_of)
+@pytest.mark.parametrize("code", [
+    "for i in range(4): v[i] *= 1.0", "v[:] = v", "w = v[:2]\nw[0] = w[0]", "keep(v)"
+], ids=words_of)  # fmt: skip
 def test_kernel_may_store_old_values(code):
+    """LLVM removes these stores, but the programs are correct."""
     call = wrap(in_namespace(code, "v"), in_out_argnames=["v"])
     np.testing.assert_array_equal(call(FROM_ZERO), FROM_ZERO)
 
@@ -2462,11 +2242,11 @@ def test_kernel_may_store_old_values(code):
     "option", [{"debug": True}, {"boundscheck": True}, {"fastmath": True}, {"error_model": "numpy"}], ids=words_of
 )
 @pytest.mark.parametrize("code, expected", [
-    ("x.flat[0] = 77\nout[:] = x", [77, 1, 2]), ("add_one_to_writable(x, out)", [1, 2, 3]), ("x[0] = 77", "writes to"),
-    ("out = x + 1", "never stores"),
+    ("x.flat[0] = 77\nout[0] = x[0]", [77, 0, 0]), ("add_one_to_writable(x, out)", [1, 2, 3]),
+    ("x[0] = 77", "writes to"), ("out = x", "never stores"),
 ], ids=words_of)  # fmt: skip
 def test_numba_options_do_not_change_checks(code, expected, option):
-    call = wrap(numba.njit(**option)(in_namespace(code)))
+    call = wrap(in_namespace(code, **option))
     if isinstance(expected, str):
         with pytest.raises(TypeError, match=expected):
             jax.eval_shape(call, F32)
@@ -2476,44 +2256,62 @@ def test_numba_options_do_not_change_checks(code, expected, option):
 
 
 CACHED_KERNELS = {  # bodies of kernels that Numba caches, and a part of the error message or the result
-    "x[0] = 77": "in_out_argnames",
-    "fill_helper(x); out[:] = x": "[77.0, 1.0, 4.0, 77.0]",
-    "d = {0: out}; d[1] = x; d[1][0] = 77; out[:] = x": "[77.0, 1.0, 4.0, 2.0]",
-    "out = x + 1": "never stores",
-    "y = x.copy().reshape((2, 2)); np.fill_diagonal(y, 0); out[:] = y.ravel()": "[0.0, 1.0, 4.0, 0.0]",
-    "np.dot(x.reshape((2, 2)), x[:2], out[:2])": "[10.0, 14.0, 0.0, 0.0]",
-    "out[:] = [v for v in (x, x)][0]": "[3.0, 1.0, 4.0, 2.0]",
+    "x[0] = 77; out[0] = 1": "in_out_argnames",
+    "store_in(x); out[0] = x[0]": "[77.0, 0.0, 0.0, 0.0]",
+    "d = {0: out}; d[1] = x; d[1][0] = 77; out[0] = x[0]": "[77.0, 0.0, 0.0, 0.0]",
+    "out = x[0]": "never stores",
+    "y = np.ascontiguousarray(x); out[0] = y[1]": "[1.0, 0.0, 0.0, 0.0]",
+    "out[0] = [v for v in (x, x)][0][2]": "[4.0, 0.0, 0.0, 0.0]",
 }
 
 
-def print_results_of_cached_kernels(names):
-    """Print as JSON, for each kernel, the result or the message, the input, and whether the cache had the code."""
-    import cached_kernels
+def results_of_cached_kernels(folder):
+    """Return, for each cached kernel, the result or the message, the input, and whether the cache had the code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba.config, "CACHE_DIR", str(folder / "cache"))
+        patch.syspath_prepend(folder)
+        module = importlib.import_module("cached_kernels")
+        return [result_of_cached_kernel(getattr(module, f"kernel_{i}")) for i in range(len(CACHED_KERNELS))]
 
-    report = []
-    for name in names:
-        kernel = getattr(cached_kernels, name)
-        x = jnp.array([3.0, 1.0, 4.0, 2.0])
-        try:
-            result = str(xk.numba_kernel(kernel, lambda x: x)(x).tolist())
-        except TypeError as error:
-            result = str(error).partition("\n")[0]
-        report.append([result, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0])
-    print(json.dumps(report))
+
+def result_of_cached_kernel(kernel):
+    x = jnp.array([3.0, 1.0, 4.0, 2.0])
+    try:
+        result = str(wrap(kernel)(x).tolist())
+    except TypeError as error:
+        result = str(error).partition("\n")[0]
+    return result, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0
 
 
 def test_checks_are_the_same_for_kernels_from_numbas_cache(tmp_path):
     bodies = {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
-    bodies["fill_helper(a)"] = "np.fill_diagonal(a.reshape((2, 2)), 77)"
+    bodies["store_in(a)"] = "np.ascontiguousarray(a)[0] = 77"
     kernels = [f"@numba.njit(cache=True)\ndef {name}:\n    {body}\n" for name, body in bodies.items()]
     (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(reversed(kernels)))
-    imports = f"import json, sys, jax.numpy as jnp, xla_kernels as xk\nsys.path.append({str(tmp_path)!r})\n"
-    call = f"\nprint_results_of_cached_kernels({[f'kernel_{i}' for i in range(len(CACHED_KERNELS))]})"
-    program = imports + inspect.getsource(print_results_of_cached_kernels) + call
-    for is_cached in (False, True):
-        report = json.loads(run_python("-c", program, NUMBA_CACHE_DIR=str(tmp_path / "cache")))
-        for (body, expected), (result, x, was_cached) in zip(CACHED_KERNELS.items(), report, strict=True):
-            assert expected in result and (x, was_cached) == ([3.0, 1.0, 4.0, 2.0], is_cached), (body, report)
+    compiled = results_of_cached_kernels(tmp_path)
+    cached = another_process().submit(results_of_cached_kernels, tmp_path).result()
+    for results, is_cached in ((compiled, False), (cached, True)):
+        for expected, (result, x, was_cached) in zip(CACHED_KERNELS.values(), results, strict=True):
+            assert expected in result and (x, was_cached) == ([3.0, 1.0, 4.0, 2.0], is_cached)
+
+
+LARGE = spec(100_000)
+
+
+def test_inputs_are_not_copied():
+    """This includes kernels and helpers with a signature of writable arrays, and unbatched inputs of a batch."""
+    calls_add = in_namespace("add_one_to_writable(x, out)")
+    shared = jax.vmap(wrap(kernel_from_body("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
+    for kernel, *specs in (
+        (wrap(add_one_to_writable), LARGE), (wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)
+    ):  # fmt: skip
+        results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
+        np.testing.assert_array_equal(results, np.full(results.shape, 2))
+        memory = jax.jit(kernel).lower(*specs).compile().memory_analysis()
+        assert 0 <= memory.temp_size_in_bytes < 1000  # XLA itself uses some bytes
+
+
+# -- new outputs start from zeros ------------------------------------------------------------------------
 
 
 def test_returned_outputs_are_not_zeroed():
@@ -2526,26 +2324,6 @@ def test_returned_outputs_are_not_zeroed():
         wrap(kernel_from_body("v[0] = 3; return x + 4", "v, x"), lambda v, x: (v, x), in_out_argnames=["v"])(F32, F32)
         wrap(kernel_from_body("out[:] = x + 3"))(F32)
     assert zeroed == [(), (), (0,)]
-
-
-LARGE = spec(100_000)
-
-
-def test_inputs_are_not_copied():
-    """This includes kernels and helpers with a signature of writable arrays, and unbatched inputs of a batch."""
-    without_source = numba.njit("void(f4[::1],f4[::1])")(kernel_from_body("out[:] = x + 1"))
-
-    def calls_add(x, out):
-        add_one_to_writable(x, out)
-
-    shared = jax.vmap(wrap(kernel_from_body("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
-    for kernel, *specs in ((wrap(without_source), LARGE), (wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)):
-        results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
-        np.testing.assert_array_equal(results, np.full(results.shape, 2))
-        assert 0 <= copied_bytes(jax.jit(kernel), *specs) < 1000  # XLA itself uses some bytes
-
-
-# -- new outputs start from zeros ------------------------------------------------------------------------
 
 
 def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1, dirty=7.0):
@@ -2574,27 +2352,25 @@ DIRTY_BATCHES = {  # batch dimensions, size of a slice, options
     "one slice": ((1,), 5, {}),
     "empty batch": ((2, 0), 5, {}),
     "empty slices": ((3,), 0, {}),
-    "nested": ((3, 4), 5, {}),
     "many short slices": ((1000,), 16, {}),
     "several threads": ((64,), 3000, {}),
     "sequential": ((7,), 5, {"vmap_method": "sequential"}),
     "sequential, two slices in a zeroed block": ((3,), 20_000, {"vmap_method": "sequential"}),
     "sequential, slice larger than a zeroed block": ((3,), 40_000, {"vmap_method": "sequential"}),
+    "nested": ((3, 4), 5, {}),
 }
+# Each kernel in one batch, and one kernel in each batch.
+DIRTY_CASES = [*itertools.product(READS_OUTPUT, ["nested"]), *itertools.product(["conditional store"], DIRTY_BATCHES)]
 
 
-@pytest.mark.parametrize("batch", DIRTY_BATCHES)
-@pytest.mark.parametrize("body", READS_OUTPUT)
+@pytest.mark.parametrize("body, batch", DIRTY_CASES)
 def test_outputs_start_from_zeros_in_each_slice(body, batch):
     code, (batch, size, options) = READS_OUTPUT[body], DIRTY_BATCHES[batch]
-    if not size:
-        code = code.replace("[0]", "[:1]")  # an empty slice has no element
-    kernel = kernel_from_body(code, "unused, x, out")
-    wrapper = wrap(kernel, like_first, **options)
+    wrapper = wrap(kernel_from_body(code, "unused, x, out"), **options)
     x = np.random.default_rng(0).normal(size=(*batch, size)).astype(np.float32)
     expected = np.zeros_like(x)
     for index in np.ndindex(batch):
-        kernel(None, x[index], expected[index])
+        wrapper.__wrapped__(None, x[index], expected[index])
     for _ in range(3):  # the first call measures how long a slice takes, the next ones may use several threads
         np.testing.assert_array_equal(call_with_dirty_outputs(wrapper, batch, [x]), [expected])
 
@@ -2612,30 +2388,12 @@ def test_zero_outputs_false_leaves_outputs_uninitialized(batch):
 
 @pytest.mark.parametrize("batch", [(), (1000,)])
 def test_scratch_and_0d_outputs_start_from_zeros(batch):
-    kernel = kernel_from_body(
-        "scratch[()] += x[()]\n    out[()] += 2 * scratch[()]", "unused, unused_too, x, out, scratch"
-    )
+    body = "scratch[()] += x[()]; out[()] += 2 * scratch[()]"
+    kernel = kernel_from_body(body, "unused, unused_too, x, out, scratch")
     x = np.arange(1.0, 1 + math.prod(batch), dtype=np.float32).reshape(batch)
     wrapper = wrap(kernel, spec(), scratch=spec())
     results = call_with_dirty_outputs(wrapper, batch, [x], n_outs=2)
     np.testing.assert_array_equal(results, [2 * x, x])
-
-
-@pytest.mark.parametrize("batch", [(), (40,)])
-def test_aliased_output_beside_new_output_is_not_zeroed(batch):
-    kernel = kernel_from_body("total += x\n    out += total", "total, x, out")
-    wrapper = wrap(kernel, lambda total, x: (total, x), in_out_argnames=["total"])
-    totals = np.full((*batch, 3), 5, np.float32)
-    x = np.arange(totals.size, dtype=np.float32).reshape(totals.shape)
-    function = functools.reduce(lambda f, _: jax.vmap(f), batch, wrapper)
-    np.testing.assert_array_equal(function(totals, x), [totals + x, totals + x])
-    assert (totals == 5).all()
-
-
-def test_zero_outputs_distinguishes_targets():
-    kernel = numba.njit(kernel_from_body("out[0] = x[0]"))
-    names = {target_of(wrap(kernel, zero_outputs=zero_outputs), F32) for zero_outputs in (True, False)}
-    assert len({name.split(".")[-1] for name in names}) == 2  # the hashes, without the numbers that follow
 
 
 # -- aliases and scratch buffers -----------------------------------------------------------------------
@@ -2644,10 +2402,10 @@ def test_zero_outputs_distinguishes_targets():
 @pytest.mark.parametrize("batch", [(), (3, 2)])
 def test_aliased_output_initialized_without_xla_alias(batch):
     """For XLA an alias is a hint, which fusions of slices on GPUs lose.  This program has no alias."""
-    accumulate = wrap(kernel_from_body("out[0] += x.sum()", "acc, x, out"), input_output_aliases={0: 0})
+    accumulate = wrap(kernel_from_body("out[0] += x[0] + x[3]", "acc, x, out"), input_output_aliases={0: 0})
     acc, x = jnp.full((*batch, 2), 10.0), jnp.ones((*batch, 4))
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
-    np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(14))
+    np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(12))
     assert (acc == 10).all()
 
 
@@ -2660,15 +2418,10 @@ def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
     assert "found" in error_of(call, x, jnp.full(1, 4.0))
 
 
-def test_python_branch_on_generated_value_raises():
-    with pytest.raises(TypeError, match="only when the generated code runs"):
-        bool(xk._IRBuilder().constant(1))
-
-
 def test_scratch_is_not_a_result():
     """Otherwise, jax_debug_nans would check it."""
-    x = np.ones((2, 3), np.float32)
-    call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan\n    out[:] = 1", "x, out, s"), scratch=spec(2)))
+    x = np.ones((2, 1), np.float32)
+    call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan; out[0] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
     for equation in jax.make_jaxpr(call)(x).eqns:
@@ -2822,12 +2575,11 @@ def closures(expression, values):
 def executables(step):
     """Compile kernels that differ in captured values, helpers or options.  `step` of -1 reverses their order."""
     rows = np.arange(4).reshape(2, 2)
-    helpers = [helper("a + n", n=6), helper("a + n", n=7), helper("a + 9", numba.vectorize)]
+    helpers = [helper("a + n", n=6), helper("a + n", n=7)]
     options_with_set = {"fastmath": {"nnan", "nsz", "arcp", "contract"}}  # the order of a set depends on the process
     kernels = [
         *closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
-        *closures("x[0] + np.asarray(v).size + 0.25", [np.float32(3), np.arange(3)]),
-        *closures("x[0] + v[1, 0] + 0.75", [rows, rows + 1, rows.T]),
+        *closures("x[0] + v[1, 0] + 0.75", [rows, rows.T]),
         *closures("v(x[0])", [math.sin, math.cos, *helpers]),
         *map(kernel_storing, ["np.sinh(x[0])", "np.cosh(x[0])", "x[0] + 40", "x[0] + 50"]),
         numba.njit(**options_with_set)(kernel_storing("x[0] / 7")),
@@ -2895,15 +2647,6 @@ def test_failed_registration_releases_name(make, monkeypatch):
     assert make(2)(F32)[0] == 3
     with pytest.raises(ValueError, match=r"registered later.*is in use"):
         first(F32)
-
-
-def test_failed_allocation_of_lock_raises(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
-        with pytest.raises(MemoryError, match="lock for machine code"):
-            xk._native_lock_address("a lock of this test")
-    address = xk._native_lock_address("a lock of this test")
-    assert address and xk._native_lock_address("a lock of this test") == address
 
 
 def test_redefined_kernel_keeps_its_name_if_unchanged():
