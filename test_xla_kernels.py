@@ -4961,9 +4961,8 @@ def test_warp_side_effect_keeps_unused_call(warp_platform):
 
 @needs_warp
 def test_warp_single_vector_may_omit_leading_dimension():
-    matvec = xk.warp_kernel(warp_kernels().matvec, spec(1, 2))
     m, v = sample(2, 2), sample(2)
-    check_close(matvec(m, v), (m @ v)[None])
+    check_close(xk.warp_kernel(warp_kernels().matvec, spec(1, 2))(m, v), (m @ v)[None])
 
 
 def kernel_with_table(table, module):
@@ -5149,69 +5148,58 @@ def test_warp_gradient_of_builtin_without_adjoint_warned(name):
 
 
 @needs_warp
-def test_warp_gradient_warned_if_max_unroll_prevents_unrolling():
-    kernel = kernel_with_body(f"i = wp.tid()\n{PRODUCT.replace('x.shape[1]', '3')}out[i] = s", x="rows")
-    kernel.module.options["max_unroll"] = 0
-    f = xk.warp_kernel(kernel, like_last, launch_dims=3, differentiable=True)
+@pytest.mark.parametrize("dtype, length, max_unroll", [("bfloat16", "x.shape[1]", 16), ("float32", "3", 0)])
+def test_warp_gradient_warned_for_bfloat16_and_loops_not_unrolled(dtype, length, max_unroll):
+    loop = PRODUCT.replace("float(1.0)", f"wp.{dtype}(1.0)").replace("x.shape[1]", length)
+    kernel = kernel_from_text(f"x: wp.array2d(dtype=wp.{dtype}), out: floats", f"{loop}out[i] = float(s)")
+    kernel.module.options["max_unroll"] = max_unroll
+    f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
     with pytest.warns(UserWarning, match="needs 's' as it was"):
-        jax.eval_shape(jax.grad(lambda x: f(x, x[:, 0]).sum()), spec(3, 3))
-
-
-@needs_warp
-def test_warp_gradient_of_bfloat16_is_warned_about():
-    body = f"i = wp.tid()\n{PRODUCT.replace('float(1.0)', 'wp.bfloat16(1.0)')}out[i] = float(s)"
-    kernel = kernel_with_body(body, x="wp.array2d(dtype=wp.bfloat16)")
-    f = xk.warp_kernel(kernel, like_last, launch_dims=3, differentiable=True)
-    with pytest.warns(UserWarning, match="needs 's' as it was"):
-        jax.eval_shape(jax.grad(lambda x, y: f(x, y).sum()), spec(3, 3, dtype=jnp.bfloat16), spec(3))
+        jax.eval_shape(jax.grad(lambda x: f(x).sum()), spec(3, 3, dtype=jnp.dtype(dtype)))
 
 
 # -- launches ------------------------------------------------------------------------------------------
 
-LAUNCHES = {  # type and shape of x, start of the kernel, wrong launch_dims, its length, number of indices of wp.tid
-    "default of a matrix": ("wp.array2d(dtype=float)", (3, 2), "i = wp.tid()", None, 2, 1),
-    "default of vectors": ("vectors", (3, 2), "i, j = wp.tid()", None, 1, 2),
-    "default without wp.tid": ("floats", (3,), "i = 0", None, 1, 0),
-    "default with two calls of wp.tid": ("floats", (3,), "i = wp.tid()\ni, j = wp.tid()", None, 1, 2),
-    "components of vectors": ("vectors", (3, 2), "i = wp.tid()", lambda x, y: x.shape, 2, 1),
-    "too few": ("vectors", (3, 2), "i, j = wp.tid()", lambda x, y: x.shape[0], 1, 2),
-}
-
 
 @needs_warp
-@pytest.mark.parametrize("case", LAUNCHES)
-def test_warp_launch_dims_must_match_indices_of_tid(case):
+@pytest.mark.parametrize("x, start, launch_dims, n_dims, n_indices", [
+    ("rows", "i = wp.tid()", None, 2, 1),
+    ("vectors", "i, j = wp.tid()", None, 1, 2),
+    ("vectors", "i = 0", None, 1, 0),
+    ("vectors", "i = wp.tid()\ni, j = wp.tid()", None, 1, 2),
+    ("vectors", "i = wp.tid()", like_first, 2, 1),
+    ("vectors", "i, j = wp.tid()", like_last, 1, 2),
+], ids=["matrix", "vectors", "no wp.tid", "two calls of wp.tid", "too many dims", "too few dims"])  # fmt: skip
+def test_warp_launch_dims_must_match_indices_of_tid(x, start, launch_dims, n_dims, n_indices):
     """Kernels without `wp.tid` accept any launch, but have no default."""
-    kind, shape, start, wrong_dims, n_dims, n_indices = LAUNCHES[case]
-    kernel = kernel_with_body(f"{start}\nout[i] = y[i]", x=kind)
-    missing = "launch_dims is missing, .*" if wrong_dims is None else ""
+    kernel = kernel_with_body(f"{start}\nout[i] = y[i]", x=x)
+    wrong = launch_dims and (lambda *inputs: launch_dims(*inputs).shape)
+
+    def trace(launch_dims):
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=launch_dims), spec(3, 2), spec(3))
+
+    missing = "" if launch_dims else "launch_dims is missing, .*"
     text = rf"'kernel': {missing}.*has {n_dims} dimensions, but wp.tid\(\) gives {n_indices} indices"
     with pytest.raises(ValueError, match=text):
-        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=wrong_dims), spec(*shape), spec(3))
-    jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=(0,) * (n_indices or 1)), spec(*shape), spec(3))
+        trace(wrong)
+    trace((0,) * (n_indices or 1))
 
 
 @needs_warp
-@pytest.mark.parametrize("x, y, out, expected", [  # shapes, and the number of threads or the error text
-    ((3,), (4,), (3,), "'x' has (3,), and 'y' has (4,)"),
-    ((3,), (3,), (2,), "'x' has (3,), and 'out' has (2,)"),
-    ((1,), (3,), (2,), "'y' has (3,), and 'out' has (2,)"),
-    ((3,), (1,), (3,), 3),
-    ((3,), (), (1,), 3),
-    ((1,), (3,), (3,), 3),
-    ((), (3,), (1,), 3),
-    ((), (1,), (1,), 1),
-])  # fmt: skip
-def test_warp_default_launch_needs_arrays_of_one_shape(x, y, out, expected):
+def test_warp_default_launch_needs_arrays_of_one_shape():
     """Arrays with one element do not count."""
-    kernel = kernel_with_body("i = wp.tid()\nwp.atomic_add(out, 0, x[0] * s * y[0])", y="floats, s: float")
-    f = xk.warp_kernel(kernel, spec(*out), zero_outputs=True)
-    if isinstance(expected, int):
-        check_close(f(np.ones(x, np.float32), np.ones(y, np.float32), 2.0)[0], 2 * expected)
-    else:
-        text = f"{expected}. Pass the number of threads, or a function of the inputs: launch_dims=lambda x, y, s: ..."
-        with pytest.raises(ValueError, match=re.escape(text)):
-            jax.eval_shape(lambda *xs: f(*xs, 2.0), spec(*x), spec(*y))
+    kernel = kernel_with_body("wp.atomic_add(out, 0, x[0] * s * y[0])", y="floats, s: float")
+    ones = [np.ones(shape, np.float32) for shape in ((), 1, 2, 3)]
+
+    def call(x, y, out):
+        return xk.warp_kernel(kernel, spec(out), zero_outputs=True)(ones[x], ones[y], 2.0)[0]
+
+    for x, y, out, n_threads in (3, 1, 3, 3), (3, 0, 1, 3), (1, 3, 3, 3), (0, 3, 1, 3), (0, 1, 1, 1):
+        check_close(call(x, y, out), 2 * n_threads)
+    advice = r"\. Pass the number of threads, or a function of the inputs: launch_dims=lambda x, y, s: \.\.\."
+    for x, y, out, text in (3, 2, 3, "'x' .*3,.*'y' .*2,"), (3, 3, 2, "'x' .*3,.*'out'"), (1, 3, 2, "'y' .*3,.*'out'"):
+        with pytest.raises(ValueError, match=text + ".*" + advice):
+            call(x, y, out)
 
 
 @pytest.mark.needs("warp 1.19")
@@ -5262,11 +5250,11 @@ def test_warp_gradient_error_names_disabled_backward(monkeypatch):
 def test_warp_tiles_error_names_enabled_cpu_blocks(monkeypatch):
     """Kernels without tiles work with this setting of Warp >= 1.19."""
     monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)
-    check_close(xk.warp_kernel(kernel_with_body("out[i] = x[i]"), like_first, block_dim=4)(THREE, THREE), THREE)
-    tiles, x = kernel_with_body(TILES), sample(128)
+    check_close(product(block_dim=4)(*PAIR), np.multiply(*PAIR))
+    x = jnp.zeros(128)
     for options in {"launch_dims": 2, "tiled": True}, {"launch_dims": (2, 64)}:
         with pytest.raises(NotImplementedError, match=r"more with wp\.config\.enable_cpu_blocks"):
-            xk.warp_kernel(tiles, like_first, block_dim=64, **options)(x, x)
+            xk.warp_kernel(batch_kernels()[X_OUT, TILES], like_first, block_dim=64, **options)(x)
 
 
 @needs_warp
@@ -5274,8 +5262,7 @@ def test_warp_deterministic_launch_rejected(monkeypatch):
     """On GPUs, Warp's deterministic mode records another kind of launch."""
     launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
     monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
-    text = r"'multiply': .*deterministic mode.*call the kernel with wp.jax_kernel"
-    with pytest.raises(NotImplementedError, match=text):
+    with pytest.raises(NotImplementedError, match=r"'multiply': .*deterministic mode.*call the .* with wp.jax_kernel"):
         product(launch_dims=2)(*PAIR)
 
 
@@ -5306,19 +5293,21 @@ def test_warp_build_error_raised_on_every_call():
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
-def store_at(offset):
-    import jax.numpy as jnp
-    import warp as wp
+STORE_IN_DEBUG_MODE = """
+import jax.numpy as jnp
+import warp as wp
+from xla_kernels import warp_kernel
 
-    import xla_kernels as xk
+wp.config.mode = "debug"
 
-    wp.config.mode = "debug"
+@warp_kernel(outs=lambda x: x, launch_dims=1)
+@wp.kernel
+def store(x: wp.array(dtype=float), out: wp.array(dtype=float)):
+    out[int(x[0])] = 1.0
 
-    @wp.kernel
-    def store(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-        out[int(x[0])] = 1.0
-
-    print(xk.warp_kernel(store, lambda x: x, launch_dims=1)(jnp.full(3, float(offset))))
+print(store(jnp.full(3, 2.0)), flush=True)
+store(jnp.full(3, 3.0)).block_until_ready()
+"""
 
 
 @pytest.mark.processes
@@ -5326,16 +5315,10 @@ def store_at(offset):
 def test_warp_debug_mode_aborts_at_index_out_of_bounds(tmp_path):
     """In its own process, because Warp ends the process with the failed assertion."""
     program = tmp_path / "program.py"  # Warp reads the source of the kernel
-    program.write_text(f"import sys\n\n{inspect.getsource(store_at)}\nstore_at(int(sys.argv[1]))\n")
-    assert run_python(program, 2).endswith("[0. 0. 1.]\n")
-    with pytest.raises(AssertionError, match=r"(?s)exit code (?!0\n).*Assertion failed: 'i .*arr\.shape\[0\]'"):
-        run_python(program, 3)
-
-
-def test_missing_warp_error_names_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "warp", None)
-    with pytest.raises(ImportError, match=r"warp_kernel needs warp .*Install it: pip install warp-lang numba"):
-        xk.warp_kernel(like_first, spec(3))
+    program.write_text(STORE_IN_DEBUG_MODE)
+    outcome = r"(?s)exit code (?!0\n).*\[0\. 0\. 1\.\]\n.*Assertion failed: 'i .*arr\.shape\[0\]'"
+    with pytest.raises(AssertionError, match=outcome):
+        run_python(program)
 
 
 # ======================================================================================================
@@ -5425,10 +5408,10 @@ WITH_BACKWARD_PASS = product_with_vjp_rule()
 
 
 @pytest.mark.parametrize("multiply, transformation", [
-    pytest.param(WITHOUT_BATCHING_RULE, "vmap_nested", id="primitive without batching rule, vmap"),
-    pytest.param(WITHOUT_BATCHING_RULE, "grad_of_shard_map", id="primitive without batching rule, shard_map"),
-    pytest.param(WITH_BACKWARD_PASS, "shard_map_of_grad", id="VJP rule, shard_map"),
-])  # fmt: skip
+    (WITHOUT_BATCHING_RULE, "vmap_nested"),
+    (WITHOUT_BATCHING_RULE, "grad_of_shard_map"),
+    (WITH_BACKWARD_PASS, "shard_map_of_grad"),
+], ids=["primitive in vmap", "primitive in shard_map", "VJP rule in shard_map"])  # fmt: skip
 def test_op_transforms_with_unbatched_primitive_or_vjp_rule(multiply, transformation):
     program = TRANSFORMATIONS[transformation]
     results = program(lambda x, y: [multiply(x, y)], *inputs_and_batch("hadamard", "float32"))
@@ -5440,10 +5423,8 @@ def test_op_hessian():
     op = op_of(lambda x, y: x * x * y)
     op.def_jvp_rule2(lambda t, x, y: 2 * t * x * y, lambda t, x, y: t * op(x, jnp.ones_like(x), outs=like_first))
     x, y = VECTOR[:3], WEIGHTS[:3]
-    total = lambda x, y: op(x, y, outs=like_first).sum()
-    for f in (total, jax.jit(total)):
-        (xx, xy), (yx, yy) = jax.hessian(f, (0, 1))(x, y)
-        check_close((xx, xy, yx, yy), (np.diag(2 * y), np.diag(2 * x), np.diag(2 * x), np.zeros((3, 3), np.float32)))
+    hessian = jax.jit(jax.hessian(sum_of(call_op(op)), (0, 1)))
+    check_close(hessian(x, y), ((np.diag(2 * y), np.diag(2 * x)), (np.diag(2 * x), np.zeros((3, 3), np.float32))))
 
 
 def test_op_kernel_closing_over_tracer_rejected():
@@ -5477,13 +5458,9 @@ def test_op_result_has_structure_of_outs():
             assert jax.eval_shape(like_first, f(VECTOR)) == declared
 
 
-@pytest.mark.parametrize("kernel, outs", [
-    pytest.param(lambda x: {"low": x.min(), "top": x.max()}, [spec(), spec()], id="dict for a list"),
-    pytest.param(lambda x: (x.min(), x.max()), {"low": spec(), "high": spec()}, id="tuple for a dict"),
-])  # fmt: skip
-def test_op_result_of_other_structure_rejected(kernel, outs):
+def test_op_result_of_other_structure_rejected():
     with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
-        op_of(kernel)(VECTOR, outs=outs)
+        op_of(lambda x: (x.min(), x.max()))(VECTOR, outs={"low": spec(), "high": spec()})
 
 
 class DlpackArray:
@@ -5514,13 +5491,11 @@ def test_op_accepts_numbers_and_arrays_of_other_libraries():
 
 
 @pytest.mark.parametrize("make, text", [
-    pytest.param(lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref. Pass its value, x\[\.\.\.\]", id="Ref"),
-    pytest.param(lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), r"number or an array.*one by one, x\['a'\]",
-                 id="structured array"),
-    pytest.param(lambda: F32.astype(">f4"), r"got ndarray >f4.*newbyteorder\(", id="big-endian array"),
-    pytest.param(lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)",
-                 id="list"),
-])  # fmt: skip
+    (lambda: jax.new_ref(jnp.ones(4)), r"is a jax.Ref. Pass its value, x\[\.\.\.\]"),
+    (lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), r"number or an array.*one by one, x\['a'\]"),
+    (lambda: F32.astype(">f4"), r"got ndarray >f4.*newbyteorder\("),
+    (lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)"),
+], ids=["Ref", "structured array", "big-endian array", "list"])  # fmt: skip
 @pytest.mark.parametrize("call", [add_one, call_op(op_adding(a=1))], ids=["wrapper", "op"])
 def test_unsupported_input_rejected(call, make, text):
     """A previous call with an ordinary array does not make the check pass."""
@@ -5537,11 +5512,10 @@ def test_op_distinguishes_equal_parameters_of_other_types():
         assert f(0.0) == [len(repr(k)) for k in values]
 
 
-def call_wrapper(x, outs):
-    return wrap(outs=outs)(x)
-
-
-@pytest.mark.parametrize("call", [call_wrapper, op_with(lambda outs: wrap(outs=outs))], ids=["wrapper", "op"])
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda x, outs: wrap(outs=outs)(x), id="wrapper"),
+    pytest.param(op_with(lambda outs: wrap(outs=outs)), id="op"),
+])  # fmt: skip
 def test_disabled_x64_truncates_outs_but_not_arrays(call):
     """JAX does the same, unless `jax_explicit_x64_dtypes` allows 64 bits."""
     with x64():
@@ -5558,15 +5532,11 @@ def test_disabled_x64_truncates_outs_but_not_arrays(call):
         assert increment(np.arange(3)).dtype == np.int64
 
 
-def test_op_reports_backends_and_defaults():
+def test_op_properties():
     op = op_adding(a=1, b=2)
     assert repr(op) == "<XLACustomKernel 'op': cpu: a, b>" and xk.XLACustomKernel("op", doc="Adds.").__doc__ == "Adds."
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
-
-
-def test_op_call_function_replaced_by_def_call():
-    op = op_adding(a=1)
     assert op.call(VECTOR[0], outs=spec()) == 2
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba")
@@ -5581,45 +5551,36 @@ NAMES_OF_BRAINEVENT = (
 
 @pytest.mark.needs("brainevent")
 def test_brainevent_signatures_accepted():
-    """Only its `benchmark` has another signature."""
+    """Only its `benchmark` has another signature.  Required arguments are given by position, the others by name."""
     with warnings.catch_warnings(action="ignore"):
         theirs = importlib.import_module("brainevent._op")
-    for name in NAMES_OF_BRAINEVENT:
-        check_accepts(getattr(xk, name), getattr(theirs, name))
-    for name, method in vars(theirs.XLACustomKernel).items():
+    pairs = [(getattr(xk, name), getattr(theirs, name)) for name in NAMES_OF_BRAINEVENT]
+    for name, method in inspect.getmembers(theirs.XLACustomKernel, inspect.isfunction):
         if not name.startswith("_") and name != "benchmark":
-            check_accepts(getattr(xk.XLACustomKernel, name), method)
-
-
-def check_accepts(ours, theirs):
-    """Check that a function accepts the calls of another: required arguments by position, the others by name."""
-    if isinstance(theirs, property):
-        return
-    required, named = [], {}
-    for name, parameter in inspect.signature(theirs).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty:
-            named[name] = None
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            required.append(None)
-    inspect.signature(ours).bind(*required, **named)
+            pairs.append((getattr(xk.XLACustomKernel, name), method))
+    for our_function, their_function in pairs:
+        parameters = inspect.signature(their_function).parameters.values()
+        required = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
+        inspect.signature(our_function).bind(*required, **named)
 
 
 # -- registration and dispatch -------------------------------------------------------------------------
 
 
-def test_op_changed_default_reaches_compiled_functions():
+@pytest.mark.parametrize("transform", [
+    pytest.param(lambda add: add, id="eager"),
+    pytest.param(lambda add: jax.jit(jax.vmap(add)), id="batch"),
+    pytest.param(lambda add: jax.jit(jax.vmap(call_op(op_of(add)))), id="inside another op"),
+])  # fmt: skip
+def test_op_changed_default_reaches_compiled_functions(transform):
     op = op_adding(a=1, b=2)
-    add = call_op(op)
-    calls = add, jax.jit(jax.vmap(add)), jax.jit(jax.vmap(call_op(op_of(add))))  # the last: inside another op
-
-    def results():
-        return [call(np.zeros(1)) for call in calls]
-
-    assert results() == [1, 1, 1]
+    call = transform(call_op(op))
+    assert call(np.zeros(1)) == 1
     op.set_default("cpu", "b")
-    assert results() == [2, 2, 2]
+    assert call(np.zeros(1)) == 2
     op.def_kernel("b", "cpu", add_to(3))
-    assert results() == [3, 3, 3]
+    assert call(np.zeros(1)) == 3
 
 
 def register_for_several_platforms(op):
@@ -5686,18 +5647,6 @@ def test_op_new_default_keeps_code_of_explicit_backend(monkeypatch):
     assert not cleared and by_name(0) == 1 and by_default(0) == 2
     op.def_warp_kernel(add_to(3))
     assert len(cleared) == 1 and by_name(0) == 3 and by_default(0) == 2
-
-
-def test_op_change_of_inner_op_clears_caches(monkeypatch):
-    """The inner op is lowered only as a part of the outer op."""
-    inner = op_adding(a=1)
-    outer = jax.jit(call_op(op_of(call_op(inner))))
-    assert outer(0) == 1
-    cleared = watch_clear_caches(monkeypatch)
-    inner.def_kernel("b", "cpu", add_to(2))
-    assert not cleared
-    inner.set_default("cpu", "b")
-    assert len(cleared) == 1 and outer(0) == 2
 
 
 def test_op_warp_is_cpu_default_only_without_other_backend():
@@ -5903,9 +5852,6 @@ def test_defjvp_and_general_batching_rule_accept_primitives():
     check_close(jax.jvp(multiply, (VECTOR, VECTOR), (WEIGHTS, WEIGHTS)), (VECTOR**2, VECTOR * WEIGHTS))
     batch = jax.jit(lambda: xk.general_batching_rule(multiply_p, (ROWS.T, VECTOR), (1, None)))
     check_close(batch(), (ROWS * VECTOR, 0))
-
-
-def test_general_batching_rule_accepts_ops():
     op = op_of(lambda x: {"sum": x + 1})
     for primitive in (op, op.primitive):
         batch, axes = xk.general_batching_rule(primitive, (ROWS,), (0,), outs={"sum": spec(8)})
@@ -5914,9 +5860,8 @@ def test_general_batching_rule_accepts_ops():
 
 
 @pytest.mark.parametrize("jvp_rules, slopes", [
-    pytest.param([], [6, 4, 2], id="derivative of the batching rule"),
-    pytest.param([lambda t, x, y: t, None], [1, 1, 1], id="JVP rule"),
-])  # fmt: skip
+    ([], [6, 4, 2]), ([lambda t, x, y: t, None], [1, 1, 1]),
+], ids=["derivative of the batching rule", "JVP rule"])  # fmt: skip
 def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
     """Without a JVP rule, JAX differentiates the batching rule.  The general batching rule can be restored."""
     op = op_of(operator.mul)
@@ -5950,25 +5895,21 @@ def test_debug_nans():
                 log(-jnp.ones(1))
 
 
-def test_op_benchmark_compares_backends():
+def test_op_benchmark_compares_backends_in_milliseconds_and_microseconds():
+    def wait_20_ms(x):
+        time.sleep(0.02)
+        return x + 1
+
     op = op_adding(a=1, b=np.nan, c=1.5)
     op.def_kernel("bad", "cpu", raise_key_error)
     op.def_kernel("far", "gpu", add_to(1))
     result = op.benchmark(VECTOR, outs=like_first)
     assert re.fullmatch(r"backend .*\na .*\d  0\nb .*\d  nan\nc .*\d  0.5\nbad .*nan  .*KeyError.*", str(result))
-    (chosen,) = op.benchmark(VECTOR, outs=like_first, backend="c").rows
-    assert chosen.backend == "c" and chosen.difference == 0
-    assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
-
-
-def test_op_benchmark_reports_milliseconds_and_microseconds():
-    def wait(x):
-        time.sleep(0.02)
-        return x
-
-    op = op_of(lambda x: jax.pure_callback(wait, x, x))
-    (row,) = op.benchmark(VECTOR, outs=like_first).rows
+    op.def_kernel("slow", "cpu", lambda: lambda x: jax.pure_callback(wait_20_ms, x, x))
+    (row,) = op.benchmark(VECTOR, outs=like_first, backend="slow").rows
+    assert row.backend == "slow" and row.difference == 0
     assert row.first_ms >= 20 and 20_000 <= row.median_us < 20_000_000
+    assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
 
 
 # ======================================================================================================
@@ -6385,59 +6326,55 @@ def test_cuda_simulator(tmp_path, record_property):
 # -- a copy of the file, and its self-check --------------------------------------------------------------
 
 
-def use_copy_and_run_its_self_check():
-    import runpy
-    import sys
+USE_COPY = """
+import sys
+import jax.numpy as jnp
+import my_kernels
 
-    import jax.numpy as jnp
-    import my_kernels
+def loaded():
+    return sorted({"numba", "warp", "llvmlite", "cuda", "xla_kernels"} & sys.modules.keys())
 
-    def loaded():
-        return sorted({"numba", "warp", "llvmlite", "cuda", "xla_kernels"} & sys.modules.keys())
+def kernel(x, out):
+    for i in range(x.size):
+        out[i] = x[i]
 
-    def kernel(x, out):
-        for i in range(x.size):
-            out[i] = x[i]
+my_kernels.XLACustomKernel("op").def_warp_kernel(kernel)
+print(loaded())
+call = my_kernels.numba_kernel(kernel, lambda x: x)
+print(call(jnp.ones(3)), loaded())
+"""
 
-    my_kernels.XLACustomKernel("op").def_warp_kernel(kernel)
-    print(loaded())
-    call = my_kernels.numba_kernel(kernel, lambda x: x)
-    sys.modules["numba"] = None  # cannot be imported
-    try:
-        call(jnp.ones(3))
-    except ImportError as error:
-        print(error)
-    del sys.modules["numba"]
-    print(call(jnp.ones(3)), loaded())
-    runpy.run_path("my_kernels.py", run_name="__main__")
+
+@pytest.mark.processes
+def test_copy_of_file_loads_backends_on_use(tmp_path):
+    """The copy has another name."""
+    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
+    at_import, after_use = run_python("-c", USE_COPY, cwd=tmp_path).splitlines()
+    assert (at_import, after_use) == ("[]", "[1. 1. 1.] ['llvmlite', 'numba']")
+
+
+def test_missing_backend_error_names_package(monkeypatch):
+    for name, make in ("numba", xk.numba_kernel), ("warp", xk.warp_kernel):
+        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
+        text = rf"{name}_kernel needs {name} .*None in sys.modules\)\. Install it: pip install {name}"
+        with pytest.raises(ImportError, match=text):
+            make(copy.__wrapped__, like_first)(F32)
 
 
 WORKS = r" +works, [\d.]+ µs per call under jit"
 
 
-@pytest.mark.processes
-def test_copy_of_file_loads_backends_on_use_and_reports_broken_ones(tmp_path):
-    """The copy has another name, and an empty file replaces Warp."""
-    shutil.copy(ROOT / "xla_kernels.py", tmp_path / "my_kernels.py")
-    (tmp_path / "warp.py").touch()
-    program = inspect.getsource(use_copy_and_run_its_self_check) + "use_copy_and_run_its_self_check()"
-    at_import, error, after_use, *self_check = run_python("-c", program, cwd=tmp_path, rc=1).splitlines()
-    assert at_import == "[]"
-    assert re.fullmatch(r"numba_kernel needs numba \(.*None in sys.modules\)\. Install it: pip install numba.*", error)
-    assert after_use == "[1. 1. 1.] ['llvmlite', 'numba']"
-    report = "\n".join(self_check)
-    assert re.search(f"^numba +cpu{WORKS}", report, re.MULTILINE), report
-    assert re.search("^warp +cpu +FAILED: ", report, re.MULTILINE), report
-
-
-def test_self_check_reports_working_backends(capsys):
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_self_check_reports_working_missing_and_broken_backends(capsys, monkeypatch, is_broken):
+    if is_broken:
+        monkeypatch.setitem(sys.modules, "warp", types.ModuleType("warp"))
+    warp_report = " +FAILED: " if is_broken else " +not available: " if conftest.missing("warp") else WORKS
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(xk.__file__, run_name="__main__")
     report = capsys.readouterr().out
-    warp_report = " +not available: " if conftest.missing("warp") else WORKS
     assert re.search(f"^numba +cpu{WORKS}", report, re.MULTILINE), report
     assert re.search(f"^warp +cpu{warp_report}", report, re.MULTILINE), report
-    assert ended.value.code == 0
+    assert ended.value.code == is_broken
 
 
 # ======================================================================================================
@@ -6454,14 +6391,14 @@ TWO_TESTS = """
 
 
 @pytest.fixture
-def run_tests(pytester, monkeypatch):
-    """Return a function that runs a test file with this conftest, as if Warp were missing."""
+def run_two_tests(pytester, monkeypatch):
+    """Return a function that runs TWO_TESTS with this conftest, as if Warp were missing."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr(conftest, "missing", {"warp": "warp is not installed"}.get)
     shutil.copy(ROOT / "pyproject.toml", pytester.path)
+    pytester.makepyfile(TWO_TESTS)
 
-    def run(source, *options):
-        pytester.makepyfile(source)
+    def run(*options):
         always = ["-p", "no:cacheprovider", "-o", "testpaths=."]
         with warnings.catch_warnings(action="ignore"):  # argparse of Python 3.12.1 warns about pytest
             return pytester.runpytest_inprocess(*always, *options, plugins=[conftest])
@@ -6469,47 +6406,43 @@ def run_tests(pytester, monkeypatch):
     return run
 
 
-def test_conftest_skips_if_a_condition_is_not_met_and_fails_if_it_is_required(run_tests, pytester):
-    result = run_tests(TWO_TESTS, "--outcomes-out=outcomes")
+def test_conftest_skips_if_a_condition_is_not_met_and_fails_if_it_is_required(run_two_tests, pytester):
+    result = run_two_tests("--outcomes-out=outcomes")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["skipped: warp (warp is not installed)", "SKIPPED * warp: warp is not installed"])
     outcomes = json.loads((pytester.path / "outcomes").read_text())
     assert outcomes == {"test_without_condition": "passed", "test_with_warp": "warp: warp is not installed"}
-    result = run_tests(TWO_TESTS, "--require=numba,warp")
+    result = run_two_tests("--require=numba,warp")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*--require=warp: warp is not installed"])
 
 
-def test_conftest_selects_tests_by_condition(run_tests):
-    run_tests(TWO_TESTS, "--needing=warp,gpu").assert_outcomes(skipped=1, deselected=1)
-    result = run_tests(TWO_TESTS, "--needing=warpp")
+def test_conftest_selects_tests_by_condition(run_two_tests):
+    run_two_tests("--needing=warp,gpu").assert_outcomes(skipped=1, deselected=1)
+    result = run_two_tests("--needing=warpp")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--needing=warpp: unknown*"])
 
 
 def test_conftest_grid_counts_cells_and_lists_reasons():
-    combinations = [
-        (("add", "numba", "jit", "float32"), None),
-        (("add", "numba", "vmap", "float32"), None),
-        (("add", "numba", "scan", "float32"), None),
-        (("add", "warp", "jit", "float32"), None),
-        (("add", "numba_cuda", "jit", "float32"), None),
-        (("add", "numba", "jit", "bfloat16"), "cannot run: Numba has no bfloat16"),
-    ]
-    outcomes = {
-        "test_matrix[add-numba-jit-float32]": "passed",
-        "test_matrix[add-numba-vmap-float32]": "failed",
-        "test_matrix[add-numba-scan-float32]": "warp: not installed",
-        "test_matrix[add-warp-jit-float32]": "passed",
+    outcome_of = {
+        "numba-jit": "passed",
+        "numba-vmap": "failed",
+        "numba-scan": "numba: not installed",
+        "warp-jit": "passed",
+        "numba_cuda-jit": "not selected",
     }
-    lines = conftest.grid_text(combinations, outcomes, {"add-numba_cuda-jit-float32"}).splitlines()
-    assert lines[0].split() == ["operation", "numba", "warp", "numba_cuda"]
-    assert lines[1].split() == ["add", "1/3", "1", "1s"]
-    assert lines[-3:] == [
-        "FAILED add-numba-vmap-float32",
-        "1 cells skipped: warp: not installed",
-        "1 combinations without a cell: cannot run: Numba has no bfloat16",
-    ]
+    combinations = [(("add", *name.split("-"), "float32"), None) for name in outcome_of]
+    combinations.append((("add", "numba", "jit", "bfloat16"), "cannot run: Numba has no bfloat16"))
+    outcomes = {f"test_matrix[add-{name}-float32]": outcome for name, outcome in outcome_of.items()}
+    header, row, *_, failed, skipped, no_cell = conftest.grid_text(
+        combinations, outcomes, {"add-numba_cuda-jit-float32"}
+    ).splitlines()
+    assert header.split() == ["operation", "numba", "warp", "numba_cuda"]
+    assert row.split() == ["add", "1/3", "1", "1s"]
+    assert failed == "FAILED add-numba-vmap-float32"
+    assert skipped == "1 cells skipped: numba: not installed"
+    assert no_cell == "1 combinations without a cell: cannot run: Numba has no bfloat16"
 
 
 # ======================================================================================================
@@ -6544,14 +6477,6 @@ def programs_with_needs():
             needed = ["numba"] + ["warp"] * ("warp as wp" in code) + ["cuda"] * ("import cuda" in code)
             needed += ["scipy"] * ("scipy" in code)
             yield pytest.param(code, prints, marks=pytest.mark.needs(*needed), id=name)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_close_their_code_blocks(document):
-    """After an unclosed block, no program of the document is found."""
-    fences = re.findall(r"^```(\w*)$", text_of(document), re.MULTILINE)
-    assert len(fences) % 2 == 0 and not any(fences[1::2])
-    assert set(fences[::2]) <= {"python", "text", "sh", ""}
 
 
 @pytest.mark.parametrize("code, prints", list(programs_with_needs()))
@@ -6603,7 +6528,11 @@ def anchors_of(text):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_document_links_exist(document):
+def test_documents_close_code_blocks_and_have_valid_links(document):
+    """After an unclosed block, no program of the document is found."""
+    fences = re.findall(r"^```(\w*)$", text_of(document), re.MULTILINE)
+    assert len(fences) % 2 == 0 and not any(fences[1::2])
+    assert set(fences[::2]) <= {"python", "text", "sh", ""}
     prose = re.sub(r"^```.*?^```$", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)]+)\)", re.sub(r"`[^`\n]*`", "", prose))
     for path, _, anchor in [link.partition("#") for link in links if not link.startswith("https://")]:
@@ -6612,12 +6541,9 @@ def test_document_links_exist(document):
         assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), anchor
 
 
-def test_readme_lists_all_public_names():
-    section = text_of("README.md").partition("\n## What works where\n")[2].partition("\n## ")[0]
-    assert set(xk.__all__) <= set(re.findall(r"`(\w+)", section))
-
-
-def test_readme_benchmark_rows_are_in_benchmark_document():
-    section = text_of("README.md").partition("\n## Benchmark\n")[2]
-    rows = re.findall(r"^\|.*$", section, re.MULTILINE)
+def test_readme_lists_public_names_and_benchmark_rows():
+    """The rows are those of the document about the benchmark."""
+    sections = dict(section.split("\n", 1) for section in text_of("README.md").split("\n## ")[1:])
+    assert set(xk.__all__) <= set(re.findall(r"`(\w+)", sections["What works where"]))
+    rows = re.findall(r"^\|.*$", sections["Benchmark"], re.MULTILINE)
     assert len(rows) > 2 and "\n".join(rows) in text_of(".github/BENCHMARK.md")
