@@ -5251,6 +5251,7 @@ import warp as wp
 from xla_kernels import warp_kernel
 
 wp.config.mode = "debug"
+wp.config.use_precompiled_headers = False  # faster for one build
 
 @warp_kernel(outs=lambda x: x, launch_dims=1)
 @wp.kernel
