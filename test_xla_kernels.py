@@ -3683,50 +3683,41 @@ def test_cudasim_error_names_thread_and_simulator_continues():
 # -- only on a GPU -------------------------------------------------------------------------------------
 
 
-def with_warp(case):
-    return pytest.param(case, marks=pytest.mark.needs("warp_gpu"))
-
-
 def integers(*shape):
     """Return float32 numbers whose sums and products are exact."""
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
 
 
-V_PLUS_D = {  # kernels that compute v + d: parameters, statements of thread i, and options
-    "in-out": ("v, d", "v[i] += d[i]", {"in_out_argnames": ["v"]}),
-    "zeroed": ("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
-               {"zero_outputs": True, "scratch": lambda v, d: v}),
+def cuda_v_plus_d(parameters, statements, **options):
+    kernel = new_cuda_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
+    return xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
+
+
+def gradient_of_half_square_of_sum():
+    add = xk.warp_kernel(Warp.kernel("add", np.dtype("float32"), {}, {}), like_first, differentiable=True)
+    return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
+
+
+V_PLUS_D = {  # functions that compute v + d from the initial values of their outputs
+    "in-out": lambda: cuda_v_plus_d("v, d", "v[i] += d[i]", in_out_argnames=["v"]),
+    "zeroed": lambda: cuda_v_plus_d("v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]",
+                                    zero_outputs=True, scratch=like_first),
+    "aliased callable": lambda: xk.numba_cuda_callable(
+        lambda v, d, out, stream: CallableKernels.add[1, 64, stream](out, d, out), like_first,
+        input_output_aliases={0: 0}),
+    "warp in-out": lambda: xk.warp_kernel(
+        kernel_from_text("v: floats, d: floats", "v[i] += d[i]"), like_first, in_out_argnames=["v"]),
+    "warp differentiable": gradient_of_half_square_of_sum,
 }  # fmt: skip
-
-
-def v_plus_d(kind):
-    """Return a function that computes v + d.  Its result depends on the initial values of its outputs."""
-    if kind in V_PLUS_D:
-        parameters, statements, options = V_PLUS_D[kind]
-        kernel = new_cuda_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
-        return xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
-    if kind == "aliased callable":
-        launch = lambda v, d, out, stream: CallableKernels.add[1, 64, stream](out, d, out)
-        return xk.numba_cuda_callable(launch, like_first, input_output_aliases={0: 0})
-    if kind == "warp differentiable":
-        add = xk.warp_kernel(Warp.kernel("add", np.dtype("float32"), {}, {}), like_first, differentiable=True)
-        return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
-
-    @wp.kernel(module="unique")
-    def add_to_v(v: wp.array(dtype=float), d: wp.array(dtype=float)):
-        i = wp.tid()
-        v[i] = v[i] + d[i]
-
-    return xk.warp_kernel(add_to_v, like_first, in_out_argnames=["v"])
 
 
 @on_gpu
 @pytest.mark.parametrize("kind", [
-    *V_PLUS_D, "aliased callable", with_warp("warp in-out"), with_warp("warp differentiable")
+    pytest.param(kind, marks=pytest.mark.needs("warp_gpu")) if "warp" in kind else kind for kind in V_PLUS_D
 ])  # fmt: skip
 def test_gpu_outputs_initialized_in_loops(kind):
     """XLA fuses slices of 256 bytes in loops, and loses the alias of a kernel in the fusion (jax 0.11.2)."""
-    kernel = v_plus_d(kind)
+    kernel = V_PLUS_D[kind]()
     numbers = integers(11, 64)
     v, rows = numbers[0], numbers[1:]
 
