@@ -3611,7 +3611,7 @@ MLIR_CUDA = types.ModuleType("numba_cuda_mlir.cuda")
 
 
 @pytest.mark.parametrize("callable_, imported, expected", [
-    pytest.param(lambda: MLIR_CUDA, ["numba.cuda", "numba_cuda_mlir.cuda"], "numba_cuda_mlir.cuda", id="global"),
+    pytest.param(lambda: lambda: MLIR_CUDA, ["numba.cuda"], "numba_cuda_mlir.cuda", id="global in nested function"),
     pytest.param(lambda kernels=[0, MLIR_CUDA]: kernels, ["numba.cuda"], "numba_cuda_mlir.cuda", id="default"),
     pytest.param(lambda: math.pi, ["numba.cuda"], "numba.cuda", id="no reference, numba imported"),
     pytest.param(lambda: math.pi, ["numba.cuda", "numba_cuda_mlir.cuda"], "numba_cuda_mlir.cuda", id="no reference"),
