@@ -1037,20 +1037,21 @@ def trace_callable(function):
 
 
 PART = slice(0, 2)
-cuda_jit = cuda.jit(device=True) if cuda else identity
+cuda_jit = cuda.jit if cuda else identity
+cuda_helper = cuda.jit(device=True) if cuda else identity
 
 
-@cuda_jit
+@cuda_helper
 def place(a, i, value):
     a[i] = value
 
 
-@cuda_jit
+@cuda_helper
 def bump(a, i):
     cuda.atomic.add(a, i, 1)
 
 
-@cuda_jit
+@cuda_helper
 def shuffle(a, i):
     return a[i] + 1
 
@@ -3408,7 +3409,7 @@ def test_on_cuda_op_passes_launch_to_decorated_kernel():
 @pytest.mark.needs("simulator")
 def test_cudasim_error_names_thread_and_simulator_continues():
     """The next kernel also shows that the simulator takes 0-d arrays."""
-    error = error_of(xk.numba_cuda_kernel(cuda.jit(kernel_from_body("x[0] = 1")), like_first, **BLOCK), F32)
+    error = error_of(xk.numba_cuda_kernel(cuda.jit(kernel_from_body("x[0] = out[0] = 1")), like_first, **BLOCK), F32)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only. Inputs are read-only, because JAX"
     assert f"ValueError: {text}" in error
     scale = kernel_from_body("i = cuda.grid(1); out[i] = x[i] * a[()]", "x, a, out", cuda=cuda)
