@@ -4612,10 +4612,10 @@ def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
 CONDITIONAL = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_add(total, 0, work[i])"
 
 
-def positive_numbers():
+def positive_numbers(**options):
     """Return a kernel that stores to some elements of its output, and adds to an output and to scratch."""
     kernel = kernel_from_text("x: floats, out: floats, total: floats, work: floats", CONDITIONAL)
-    return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first)
+    return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first, **options)
 
 
 def test_warp_outputs_and_scratch_start_from_zeros(warp_platform):
@@ -4630,7 +4630,8 @@ def test_warp_outputs_and_scratch_start_from_zeros(warp_platform):
 def test_warp_batch_zeroes_each_new_buffer_once(warp_on_gpu, memsets):
     x = sample(6, 50)
     LAUNCHED.clear()
-    warp_on_gpu.run(jax.vmap(positive_numbers()), x)
+    # Another block_dim than in other tests, so that the handler is compiled while `memsets` counts.
+    warp_on_gpu.run(jax.vmap(positive_numbers(block_dim=64)), x)
     assert (len(LAUNCHED), sorted(memsets)) == (1, [4 * 6, x.nbytes, x.nbytes])
 
 
@@ -5980,7 +5981,7 @@ def test_cuda_simulator(tmp_path, record_property):
     cells = [re.findall(r"\w+", name)[1:] for name in outcomes if name.startswith("test_matrix")]
     ops, backends, transformations, dtypes = map(set, zip(*cells))
     assert (ops, backends, dtypes) == (set(OPERATIONS), set(in_language("cuda")), set(dtypes_of("cuda")))
-    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 26
+    assert transformations == {"eager", "vmap", "vmap_nested", "vmap_empty", "pmap"} and len(cells) >= 25
     record_property("simulated", cells)
 
 
@@ -5993,7 +5994,7 @@ import jax.numpy as jnp
 import my_kernels
 
 def loaded():
-    return sorted({"numba", "warp", "llvmlite", "cuda", "xla_kernels"} & sys.modules.keys())
+    return sorted({"numba", "warp", "llvmlite", "numba_cuda_mlir", "xla_kernels"} & sys.modules.keys())
 
 def kernel(x, out):
     for i in range(x.size):
