@@ -1646,7 +1646,7 @@ def test_recompiles_only_when_captured_value_changes(jit):
 def test_compilation_is_logged(caplog):
     caplog.set_level("DEBUG", logger=xk.__name__)
     wrap(kernel_from_body("out[0] = x[0] + 0.5"), vmap_method="sequential")(F32)
-    assert re.search(r"compiled kernel for \(float32\[:\]\) .* ms; slices run in order", caplog.text)
+    assert re.search(r"compiled kernel for \(float32\[:\]\) .* ms; batch elements run in order", caplog.text)
 
 
 def test_repeated_compilation_warns_once(monkeypatch):

@@ -1948,8 +1948,9 @@ class _Wrapper(_PickledByReference):
 
     def _wrong_arity(self, problem: str) -> TypeError:
         """Return the error for a call with wrong arguments."""
-        takes = f"({', '.join(self.parameters)}), inputs first" if self.parameters else "by position only"
-        return TypeError(f"{self.title} takes the parameters {takes}; {problem}")
+        if not self.parameters:
+            return TypeError(f"{self.title} takes its inputs by position only; {problem}. Pass them by position.")
+        return TypeError(f"{self.title} takes the parameters ({', '.join(self.parameters)}), inputs first; {problem}")
 
     def _check_names(self, option: str, names: Collection[str]) -> None:
         """Raise an error if an option names something that is not an array parameter."""
@@ -3402,18 +3403,17 @@ def numba_kernel(
 
     **Inputs never change.**  Numba compiles the kernel for read-only arrays, so a store to an input is an error.  If
     the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`, `np.fill_diagonal(x, 0)`), or
-    a helper with an explicit signature of writable arrays, it gets a copy of the input, unless LLVM or Numba's IR
-    proves that it only reads it.  The library cannot see into your own intrinsics and overloads, raw addresses
-    (`x.ctypes`) and C code.
+    a helper with an explicit signature of writable arrays, the kernel gets copies of its inputs, except those of which
+    LLVM or Numba's IR proves that it only reads them.  The library cannot see into your own intrinsics and overloads,
+    raw addresses (`x.ctypes`) and C code.
 
     **State is updated in place** with `in_out_argnames`.  Assign to elements, `v[:] = 0.5 * v + x`.  The statement
     `v = 0.5 * v + x` only creates a local variable.
 
     **Compilation.**  A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads
     globals and closure variables.  To read new values, wrap a plain function again, or define the kernel again.  If the
-    values are equal, the compiled code is used again.  `cache=True` works,
-    also with explicit signatures.  Integer division by zero raises, unless the kernel is decorated with
-    `error_model="numpy"`.
+    values are equal to earlier ones, nothing is compiled.  `cache=True` works, also with explicit signatures.  Integer
+    division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
 
     **Execution.**  XLA may merge two equal calls, even if the kernel draws random numbers, unless
     `has_side_effect=True`.  Two calls with side effects are not ordered, unless one uses a result of the other.  Under
@@ -3518,8 +3518,9 @@ class _NumbaWrapper(_Wrapper):
             input_buffers[self.parameters.index(name)] = n_inputs + in_out_number
         new_buffers = tuple(range(n_inputs + len(self.in_outs), n_buffers))  # the other outputs, and scratch
         zero_dim = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
+        # `parameters` does not include the names of `*args`.
         scalars = frozenset(i for i in zero_dim if i < len(self.parameters) and self.parameters[i] in self.scalars)
-        self._check_scalars(call.ins)  # the names of `*args` are not in `parameters`
+        self._check_scalars(call.ins)
         maps = [_ArgumentMap(n_buffers, (*input_buffers, *new_buffers), scalars)]
         has_scratch = len(call.outs) > call.n_results
         if may_return and new_buffers and not has_scratch:
@@ -3636,8 +3637,8 @@ class _ArgumentMap(NamedTuple):
     scalars: frozenset[int] = frozenset()  # the buffers in `args` whose only element is passed, as a scalar
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each value that the kernel returns; empty if it writes its outputs
-    # On a GPU: the rank of each buffer without the batch, which is the first dimension of every buffer.  The adapter
-    # then passes slice `blockIdx.z`.  None: the buffers are those of one slice.
+    # For a batch launch, the ranks of the slices.  The batch is the first dimension of every buffer, and the adapter
+    # passes slice `blockIdx.z`.  Otherwise None.
     slice_ranks: tuple[int, ...] | None = None
 
     def is_plain_for(self, kernel: Any) -> bool:
@@ -3686,7 +3687,8 @@ class _NumbaCompiler:
     """The compilation of one kernel for one signature.
 
     Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because a kernel may
-    call helpers with explicit signatures, which only take writable ones.  Then inputs without a proof are copied (7.3).
+    call helpers with explicit signatures, which only take writable ones.  In this case, and if the kernel uses
+    a function that ignores read-only arrays, inputs without a proof are copied (7.3).
     """
 
     def __init__(
@@ -3713,9 +3715,9 @@ class _NumbaCompiler:
             signature = signature._replace(zeroed=())  # every element of an output is stored
         emitter = _NumbaEmitter(signature.label, overload, _uses_threads(overload, self.kernel), in_order)
         compiled = _compile_handler(signature, emitter)
-        slices = "run in order" if emitter.in_order else "share threads"
+        slices = "run in order" if emitter.in_order else "are divided among threads"
         spent = f"{1e3 * (time.perf_counter() - began):.0f} ms"
-        _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; slices {slices}")
+        _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; batch elements {slices}")
         return compiled
 
     def _first_that_compiles(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
@@ -4003,7 +4005,7 @@ def _unproven_inputs(kernel: Any, argument_map: _ArgumentMap, signature: _Signat
     """
     only_read = _find_only_read(kernel)
     passed = {buffer for position, buffer in enumerate(argument_map.args) if position not in only_read}
-    return passed.intersection(range(signature.n_in)) - argument_map.scalars - {*dict(signature.aliases)}
+    return passed.intersection(range(signature.n_in)) - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
 def _check_outputs_are_stored(
@@ -4019,15 +4021,8 @@ def _check_outputs_are_stored(
 ) -> None:
     """Raise an error if a kernel surely never stores to an output or in-out argument.
 
-    Args:
-      kernel: a kernel for CPUs or CUDA.
-      argument_map: the buffer of each parameter.
-      signature: the buffers.
-      n_results: the number of outputs without scratch.
-      title: the kernel, for error messages.
-      parameters: the names of its parameters.
-      index: an index such as ":", for the example in the message.
-      alternative: the fix if the kernel returns a value besides an `out` parameter.
+    `n_results` is the number of outputs without scratch, and `index` is an example for the message, such as ":".
+    `alternative` is the fix if the kernel returns a value besides an `out` parameter.
     """
     n_in = signature.n_in
     only_read = _find_only_read(kernel)
@@ -4084,9 +4079,9 @@ _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".spli
 
 
 def _numba_ir(kernel: Any) -> Any:
-    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.
+    """Return Numba's IR of a kernel or helper.
 
-    In the simulator, and in object mode, kernels may use all of Python.
+    Return None if Numba cannot read all of its Python code, which the simulator and object mode can run.
     """
     from numba.core import compiler
 
@@ -4095,11 +4090,11 @@ def _numba_ir(kernel: Any) -> Any:
     return None
 
 
-def _find_only_read(kernel: Any, callers: tuple = ()) -> set:
+def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     """Return the parameters (their positions) and the globals (their names) that a kernel or helper only reads.
 
-    Start with all of them.  Remove each one that a non-read use may reach, directly, through a view or in a helper.  A
-    use that is not known to be a read counts as a store.  If the function always raises, return an empty set.
+    A use that is not known to be a read counts as a store.  For example, in `v = x[0]; v[1] = 2` the variable `v` may
+    be a view of `x`, and is stored to.  So `x` is not only read.  If the function always raises, return an empty set.
     """
     from numba.core import ir, ssa
 
@@ -4107,57 +4102,75 @@ def _find_only_read(kernel: Any, callers: tuple = ()) -> set:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, ir.Return) for block in blocks):
         return set()
-    is_cuda = _decorated_backend(kernel) == "numba_cuda"
-    definitions: dict[str, Any] = {}  # {variable: the right-hand side of its only assignment}
-    origins: dict[str, Any] = {}  # {variable: the parameter or global}
-    viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables of which it may be a view}
-    stored: list = []  # the variables that may be stored to
-    for statement in (statement for block in blocks for statement in block.body):
+    uses = _VariableUses(kernel, call_stack)
+    for block in blocks:
+        for statement in block.body:
+            uses.add(statement)
+    stored = uses.stored
+    for variable in stored:  # whatever a stored variable is a view of is stored to, too; the list grows in this loop
+        stored += uses.viewed.pop(variable.name, [])
+    return set(uses.origins.values()) - {uses.origins.get(variable.name) for variable in stored}
+
+
+class _VariableUses:
+    """The uses of the variables in Numba's IR of a function, of which each has one assignment."""
+
+    def __init__(self, kernel: Any, call_stack: tuple) -> None:
+        self.call_stack = (*call_stack, kernel)
+        self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
+        self.definitions: dict[str, Any] = {}  # {variable: the right-hand side of its assignment}
+        self.origins: dict[str, int | str] = {}  # {variable: the position of a parameter, or the name of a global}
+        self.viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables it may be a view of}
+        self.stored: list = []  # the variables that may be stored to
+
+    def add(self, statement: Any) -> None:
+        """Add the uses in a statement."""
+        from numba.core import ir
+
         value = statement.value if isinstance(statement, ir.Assign) else statement
-        operation = value.op if isinstance(value, ir.Expr) else type(value).__name__
+        kind = value.op if isinstance(value, ir.Expr) else type(value).__name__
         if isinstance(statement, ir.Assign):
-            definitions[statement.target.name] = value
-        if operation == "getattr" and value.attr in _ARRAY_METADATA:
-            continue
-        if operation in ("Arg", "Global", "FreeVar"):
-            origins[statement.target.name] = value.index if operation == "Arg" else value.name
-        elif operation in ("Var", "getattr", "getitem", "static_getitem", "phi"):
-            viewed[statement.target.name] += statement.list_vars()
-        elif operation == "call":
-            callee = definitions[value.func.name]
-            read_arguments = _arguments_only_read(callee, (*callers, kernel))
-            viewed[statement.target.name] += [x for i, x in enumerate(value.args) if i in read_arguments]
-            stored += [x for i, x in enumerate(value.args) if i not in read_arguments]
-            stored += [x for _, x in value.kws] + ([value.vararg] if value.vararg else [])
-            if isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view":
-                viewed[statement.target.name].append(value.func)
-            else:  # a method may store to its object: `x.sort()`
-                stored.append(value.func)
+            self.definitions[statement.target.name] = value
+        if kind in ("binop", "unary", "cast", "Return") or (kind == "getattr" and value.attr in _ARRAY_METADATA):
+            return
+        if kind in ("Arg", "Global", "FreeVar"):
+            self.origins[statement.target.name] = value.index if kind == "Arg" else value.name
+        elif kind in ("Var", "getattr", "getitem", "static_getitem", "phi"):
+            self.viewed[statement.target.name] += statement.list_vars()
+        elif kind == "call":
+            self.add_call(self.viewed[statement.target.name], value)
         # On CPUs, a stored value may be an array (`a_list[0] = x`), so all variables of the statement count as stored
         # to.  CUDA has no lists and dicts, so there only the target is stored to.
-        elif is_cuda and operation in ("SetItem", "StaticSetItem"):
-            stored.append(statement.target)
-        elif is_cuda and operation == "inplace_binop":
-            stored.append(value.lhs)
-        elif operation not in ("binop", "unary", "cast", "Return"):
-            stored += statement.list_vars()
-    for variable in stored:  # the list grows in this loop
-        stored += viewed.pop(variable.name, [])
-    return set(origins.values()) - {origins.get(variable.name) for variable in stored}
+        elif self.is_cuda and kind in ("SetItem", "StaticSetItem"):
+            self.stored.append(statement.target)
+        elif self.is_cuda and kind == "inplace_binop":
+            self.stored.append(value.lhs)
+        else:
+            self.stored += statement.list_vars()
+
+    def add_call(self, viewed: list, call: Any) -> None:
+        """Add the uses in a call.  `viewed` gets the variables of which the result may be a view."""
+        callee = self.definitions[call.func.name]
+        only_read = _arguments_only_read(callee, self.call_stack)
+        for position, argument in enumerate(call.args):
+            (viewed if position in only_read else self.stored).append(argument)
+        self.stored += [argument for _, argument in call.kws] + ([call.vararg] if call.vararg else [])
+        is_view = getattr(callee, "_kws", {}).get("attr") == "view"  # a method may also store to its object: `x.sort()`
+        (viewed if is_view else self.stored).append(call.func)
 
 
-def _arguments_only_read(callee: Any, callers: tuple) -> set:
+def _arguments_only_read(callee: Any, call_stack: tuple) -> set:
     """Return the positions of the arguments that a called helper only reads; an empty set for other functions."""
     from numba.core import ir
 
     helper = callee.value if isinstance(callee, (ir.Global, ir.FreeVar)) else None
-    is_helper = _decorated_backend(helper) is not None and helper not in callers
-    return _find_only_read(helper, callers) if is_helper else set()
+    is_helper = _decorated_backend(helper) is not None and helper not in call_stack
+    return _find_only_read(helper, call_stack) if is_helper else set()
 
 
 # Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
 # writable views of it: `x.flat[0] = 1`, `np.nditer`, typed lists and dicts of arrays, `np.nan_to_num(x, copy=False)`.
-# For `np.dot` this is only its argument `out`.
+# `np.dot` writes to its argument `out`, for which `_may_ignore_readonly` has a check of its own.
 _IGNORE_READONLY = frozenset(
     "Dict List ascontiguousarray asfortranarray dict fill_diagonal flat nan_to_num nditer typed".split()
 )
@@ -4240,7 +4253,7 @@ class _NumbaEmitter(_Emitter):
         if uses_threads:
             numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
             if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
-                self.lock_address = _native_lock_address("workqueue_lock")  # 0 by default, from `_Emitter`
+                self.lock_address = _native_lock_address("workqueue_lock")
 
         def store_message(error: int) -> int:
             if not error:  # lost in object mode that is reached through a function pointer (see `_uses_object_mode`)
@@ -4423,7 +4436,9 @@ def _index(values: Iterable[Any], indices: Sequence[Any]) -> set:
 def _attribute(owner: Any, name: str) -> set:
     """Return the abstract value of an attribute."""
     if not isinstance(owner, _ArrayView):
-        return {getattr(owner, name, None)}
+        with contextlib.suppress(TypeError):  # the value has no hash, such as a list
+            return {getattr(owner, name, None)}
+        return set()
     if owner.path:
         return _unpack({owner}, name)
     return set() if name in _ARRAY_METADATA else _forget_shape({owner})
@@ -4478,9 +4493,8 @@ class _StoreAnalysis(_AbstractInterpreter):
     def __init__(self, kernel: Any) -> None:
         super().__init__()
         self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
-        # The parameters to which a backward pass would store for a second time.  Warp's adjoint runs the code of the
-        # kernel again, but skips its plain stores `x[i] = ...`.  It does not skip stores in called functions and to
-        # components (`x[i][0] = ...`).  Uncertain stores are included.
+        # Warp's backward pass runs the kernel again without its plain stores `x[i] = ...`, but with stores in called
+        # functions and to components (`x[i][0] = ...`).  These are the parameters of such and of uncertain stores.
         self.stored_again_by_adjoint: set[str] = set()
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
         self.uses_tiles = False
@@ -4494,7 +4508,8 @@ class _StoreAnalysis(_AbstractInterpreter):
             # Structs with arrays are rejected as parameters (10.3).  The others are numbers.
             arguments.append({_ArrayView(arg.label, arg.type.ndim)} if hasattr(arg.type, "ndim") else set())
         try:
-            self.call_user_function(kernel, arguments, {}, "it is passed to unknown code")
+            reason = "the kernel has a variable number of parameters"  # used only in this case
+            self.call_user_function(kernel, arguments, {}, reason)
         except RecursionError:  # in sums of hundreds of terms
             self.add_possible_store(_union(arguments), "an expression of it is nested too deeply")
 
@@ -4557,7 +4572,9 @@ class _StoreAnalysis(_AbstractInterpreter):
             if type(kinds.get(name)).__name__ == "Reference":
                 self.add_possible_store(self.stored_arrays(argument), node)
 
-    def call_user_function(self, function: Any, positional: list[set], keywords: dict[str, set], node: Any) -> set:
+    def call_user_function(
+        self, function: Any, positional: list[set], keywords: dict[str, set], node_or_reason: Any
+    ) -> set:
         """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
         arguments = _union([*positional, *keywords.values()])
         tree = function.adj.tree.body[0]
@@ -4567,7 +4584,7 @@ class _StoreAnalysis(_AbstractInterpreter):
             self.has_opaque_code = True
             self.stored_again_by_adjoint |= {view.parameter for view in _views(arguments)}
         if native_snippet or tree.args.vararg:
-            return self.add_possible_store(arguments, node)
+            return self.add_possible_store(arguments, node_or_reason)
         variables = {**dict(zip([x.arg for x in tree.args.args], positional)), **keywords}
         key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
         if key not in self.results:
@@ -4622,14 +4639,16 @@ class _StoreAnalysis(_AbstractInterpreter):
                 self.add_store(self.stored_arrays(target), node)
 
     def stored_arrays(self, target: Any) -> set:
-        """Return the arrays to which an assignment to this target stores.  Note stores to components for the adjoint.
+        """Return the arrays to which an assignment to this target stores.
 
-        For `x[i]` and its component `x[i][0]` this is `x`; for `s.a[i]` it is the array in field `a` of a struct.
+        For `x[i]` and its component `x[i][0]` this is `x`; for `s.a[i]` it is the array in field `a` of a struct.  Also
+        record in `stored_again_by_adjoint` the arrays of which a component is stored to.
         """
         self.evaluate(target)  # and the indices in it
         node = getattr(target, "value", target)  # the array of a subscript or of an attribute
         arrays = self.evaluate_arrays(node)
-        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):  # a component of an element
+        # If there is no array yet, the target is a component of an element, so go outward.
+        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):
             node = node.value
             arrays = self.evaluate_arrays(node)
             self.stored_again_by_adjoint |= {view.parameter for view in arrays}
@@ -4700,7 +4719,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, analysis: _StoreAnalysis
         if buffer < n_in and buffer not in aliases and analysis.stores[name]:
             raise _written_input_error(wrapper.title, name, analysis.stores[name][0])
         is_result = n_in <= buffer < n_in + call.n_results
-        is_checked = wrapper.options.zero_outputs is None  # another value says that an output may stay as it starts
+        is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
         if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
 
@@ -5948,10 +5967,11 @@ def warp_kernel(
     for products, minima and maxima.  For these, let the kernel store the start value first, or alias the output to an
     input (`in_out_argnames`, `input_output_aliases`).
 
-    **Launch dimensions.** `launch_dims` can be omitted if all arrays have the same dimensions, not counting those of
-    vectors and matrices, and if `wp.tid()` returns an index for each of them.  For arrays of `wp.vec3` with the JAX
-    shape (4, 5, 3), the launch is (4, 5), for `i, j = wp.tid()`.  Arrays with one element, with fewer dimensions, or
-    with sizes of 1 instead of these dimensions are allowed, too.
+    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array with more than one element,
+    without the dimensions of vectors and matrices.  For an array of `wp.vec3` with the JAX shape (4, 5, 3), it is
+    (4, 5), for `i, j = wp.tid()`.  It must be given if `wp.tid()` returns another number of indices, or if another
+    array begins with other dimensions.  Arrays with one element, with fewer dimensions, or with sizes of 1 instead of
+    these dimensions do not count.
 
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
@@ -7926,7 +7946,8 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
         return functools.partial(_generate_fixed_kernel, kg, {})
     if not callable(kg):
         raise TypeError(
-            f"A kernel must be decorated, a wrapper, or a generator. Got {kg!r} for {what}. Pass a function."
+            f"A kernel must be decorated, a wrapper, or a generator. Got the {type(kg).__name__} {kg!r} for {what}. "
+            "Pass a function."
         )
     return kg
 
