@@ -887,10 +887,10 @@ CELLS = [cell_parameter(cell) for cell in possible_cells() if reason_left_out(*c
 @pytest.mark.parametrize("operation, backend, transformation, dtype", CELLS)
 def test_matrix(operation, backend, transformation, dtype):
     """Compare values, shapes, dtypes and structure with the reference, and the inputs with their copies."""
-    inputs, batch = inputs_and_batch(operation, dtype)
-    before = jax.tree.map(np.copy, (inputs, batch))
+    before = inputs_and_batch(operation, dtype)
     call = partial(call_backend, operation, backend, np.dtype(dtype))
     with x64(DTYPES[dtype].needs_x64):
+        inputs, batch = jax.tree.map(jnp.array, before)  # arrays of the device, which a kernel could change
         results = TRANSFORMATIONS[transformation](call, inputs, batch)
         check_close(results, expected_result(operation, transformation, dtype), DTYPES[dtype].tolerance)
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
@@ -916,7 +916,7 @@ def check_close(results, expected, tolerance=1e-5):
     def check(result, array):
         if not hasattr(array, "dtype"):
             array = np.asarray(array, result.dtype)
-        assert (result.shape, result.dtype) == (array.shape, array.dtype)
+        assert (np.shape(result), result.dtype) == (array.shape, array.dtype)
         largest = np.max(np.abs(array), initial=0)
         np.testing.assert_allclose(result, array, rtol=tolerance, atol=tolerance * min(1, largest))
 
@@ -1152,10 +1152,12 @@ def trace_on_cuda(kernel, *inputs, **options):
 @pytest.mark.needs("cuda")
 @pytest.mark.parametrize("kernel", functions_of(CudaWrites).values())
 def test_on_cuda_write_to_input_raises(kernel):
-    """The simulator raises NumPy's error for read-only arrays.  numba-cuda-mlir cannot compile all of these kernels."""
+    """The simulator raises NumPy's error for read-only arrays.  numba-cuda-mlir cannot compile two of these kernels."""
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
     op = xk.numba_cuda_kernel(cuda.jit(kernel), like_first, grid=1, block=1, zero_outputs=True)
-    text = r"may write to input 'x'.*in_out_argnames|read-only|numba_cuda_mlir.cuda cannot compile"
+    text = r"may write to input 'x'.*in_out_argnames|destination is read-only"
+    if kernel.__name__ in ("with_a_star", "through_flat") and "mlir" in cuda.__name__:
+        text = "numba_cuda_mlir.cuda cannot compile"
     with pytest.raises((TypeError, *RUNTIME_ERRORS), match=text):
         jax.block_until_ready(op(x))
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
@@ -1468,7 +1470,7 @@ def errors(wrap):
         (NotImplementedError, "'cpu'. Registered: nothing. .*def_kernel('jax', 'cpu', kernel)", call_empty_op, F32),
         # what is registered
         (TypeError, "a backend and a platform are strings. Got 1 and 'cpu'", EMPTY_OP.def_kernel, 1, "cpu", identity),
-        (TypeError, "must be decorated, a wrapper, or a .* Got 'kernel'", EMPTY_OP.def_kernel, "a", "cpu", "kernel"),
+        (TypeError, "must be decorated, .* Got the str 'kernel'", EMPTY_OP.def_kernel, "a", "cpu", "kernel"),
         (ValueError, "Got 'cuda12'. Write 'gpu'", EMPTY_OP.def_kernel, "a", "cuda12", identity),
         (TypeError, "Got grid with .* Decorate the kernel, or", partial(EMPTY_OP.def_numba_kernel, identity, grid=3)),
         (TypeError, "unexpected keyword argument 'grid'", partial(EMPTY_OP.def_numba_kernel, NJIT_ITSELF, grid=3)),
@@ -2310,6 +2312,14 @@ def test_inputs_are_not_copied():
         np.testing.assert_array_equal(results, np.full(results.shape, 2))
         memory = jax.jit(kernel).lower(*specs).compile().memory_analysis()
         assert 0 <= memory.temp_size_in_bytes < 1000  # XLA itself uses some bytes
+
+
+def test_input_is_copied_only_in_kernels_that_may_write_to_it(caplog):
+    caplog.set_level("DEBUG", "xla_kernels")
+    for code, is_copied in {"x.flat[0] = 77": True, "out.flat[0] = x.flat[0]": False}.items():
+        caplog.clear()
+        jax.eval_shape(wrap(in_namespace(f"{code}\nout[1] = x[1]")), FLOATS)
+        assert ("gets copies of its inputs [0]" in caplog.text) == is_copied
 
 
 # -- new outputs start from zeros ------------------------------------------------------------------------
@@ -3448,7 +3458,7 @@ V_PLUS_D = {  # functions that compute v + d from the initial values of their ou
 }  # fmt: skip
 
 
-@on_gpu
+@pytest.mark.needs("gpu", "cuda")
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=pytest.mark.needs("warp_gpu")) if "warp" in kind else kind for kind in V_PLUS_D
 ])  # fmt: skip
@@ -3482,7 +3492,7 @@ def test_gpu_outputs_initialized_in_loops(kind):
     np.testing.assert_array_equal(run(in_stream_order), v + rows.sum(axis=0))
 
 
-@on_gpu
+@pytest.mark.needs("gpu", "cuda")
 def test_gpu_kernel_input_not_overwritten_by_row_update():
     """XLA's dynamic-slice fusion lets a kernel write to the array that it reads (jax 0.11.2)."""
 
@@ -3519,7 +3529,7 @@ def test_gpu_kernels_run_in_command_buffers(tmp_path):
         assert n_passed(outcomes, "warp") >= 5, outcomes  # two in loops, two cells, and values
 
 
-@on_gpu
+@pytest.mark.needs("gpu", "cuda")
 def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
     op = batch_op(cuda.jit(cuda_add))
     copy_in_place = batch_op(cuda.jit(cuda_copy), input_output_aliases={0: 0})
@@ -3691,7 +3701,7 @@ def test_fakecuda_or_gpu_memset_per_new_buffer(cuda_on_gpu, memsets, zero_output
         check_close(results, expected)
 
 
-@on_gpu
+@pytest.mark.needs("gpu", "cuda")
 @pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 2), (False, 0)])
 def test_gpu_callable_memset_per_new_buffer(memsets, zero_outputs, n_memsets):
     launch = lambda x, out, tmp, stream: CallableKernels.copy[1, 8, stream](x, out)
@@ -4439,7 +4449,8 @@ FALLBACKS = {  # why a batch is three launches: the logged reason, and a change 
         "it .* code transformers", lambda kernel: (kernel.adj, "transformers", [ast.NodeTransformer()])),
     "changed captured value": (
         "captured values have changed", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
-    "failed build": ("(?i).*(build|compil)", lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
+    "failed build": (
+        "(?!captured values)(?i:.*(build|compil))", lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
     "too many registers": (
         "the batch kernel exceeds a limit; .* at most 255 thre",
         lambda kernel: (xk._LibCuda, "function_attribute", lambda *args: 255)),
