@@ -3315,7 +3315,8 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
 # A new version of Numba may break:
-# - with an error: `library._final_module`, `library._shared_module`, the status that `call_conv.call_function` returns;
+# - with an error: `library._final_module`, `library._shared_module`, `ir_utils.find_callname` and `.find_const`, the
+#   status that `call_conv.call_function` returns;
 # - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to read-only
 #   arrays (`_IGNORE_READONLY`; test_write_that_numba_does_not_reject_changes_a_copy_of_input), the IR that
 #   `compiler.run_frontend` returns (`_find_only_read`; test_output_never_stored_to_raises), and the name of the call
@@ -4760,8 +4761,9 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index
 #
 # What a new version of these packages may break:
 # - With an error: `compile`, `targetoptions`, `py_func` and `_can_compile` of dispatchers; `_codelibrary` and
-#   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `cuda.gpus`, `from_cuda_array_interface`,
-#   `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the simulator.
+#   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `type_annotation.calltypes` and `.typemap` of these;
+#   `cuda.gpus`, `from_cuda_array_interface`, `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the
+#   simulator.
 # - Silently: the layout of parameters, launches that need more than cuLaunchKernel (`check_launch`), the PTX of code
 #   that depends on z (`_PTX_MAY_DEPEND_ON_Z`), whether compiled code keeps arrays alive, and whether XLA makes the
 #   context of the call's device current.  Run the tests named test_fakecuda before a version counts as supported.
