@@ -1056,6 +1056,12 @@ def shuffle(a, i):
     return a[i] + 1
 
 
+@cuda_helper
+def sum_of_indices():
+    i, j = cuda.grid(2)
+    return i + j
+
+
 FUNCTIONS = (bump,)
 
 
@@ -1173,6 +1179,18 @@ def test_cuda_output_or_in_out_argument_never_stored_to_raises(kernel):
     with pytest.raises(TypeError, match=r"never stores to (output|in-out argument) 'out'"):
         trace_on_cuda(kernel, FLOATS, FLOATS, in_out_argnames=["out"])
     trace_on_cuda(kernel, FLOATS, zero_outputs=True)
+
+
+def test_cuda_helper_named_grid_does_not_count_as_cuda_grid():
+    @cuda.jit(device=True)
+    def grid(n):
+        return n
+
+    @cuda.jit
+    def kernel(x, out):
+        out[0] = grid(3)
+
+    trace_cuda(kernel, launch_dims=1)
 
 
 def trace_warp(name, *args, outs=like_first, **options):
@@ -1410,6 +1428,8 @@ def errors(wrap):
         (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
          lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
         (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
+        (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(
+            cuda.jit(kernel_from_body("out[0] = sum_of_indices()", sum_of_indices=sum_of_indices)), launch_dims=3)),
     ],
     "warp": [  # arrays
         (TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
@@ -3268,14 +3288,13 @@ def test_on_cuda_helper_with_signature_may_read_input():
         return 2 * x[i]
 
     @cuda.jit
-    def kernel(x, out):
-        i = cuda.grid(1)
-        if i < out.size:
+    def kernel(x, n, out):
+        for i in range(cuda.grid(1), n, 8):
             out[i] = twice_element(x, i)
 
-    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8)
+    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8, scalars=["n"])
     batch = sample(2, 5)
-    check_close(jax.vmap(op)(batch), 2 * batch)
+    check_close(jax.vmap(op, (0, None))(batch, 5), 2 * batch)
 
 
 CALLABLE_WRITES = {  # statements of a callable
