@@ -2126,6 +2126,7 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
     "fill = np.fill_diagonal\nfill(x.reshape((2, 2)), 77)": [77, 1, 4, 77],
     "(lambda a: np.fill_diagonal(a, 77))(x.reshape((2, 2)))": [77, 1, 4, 77],
     "np.dot(np.eye(4, dtype=x.dtype), x + 1, out=x)": [4, 2, 5, 3],
+    "np.dot(np.eye(4, dtype=x.dtype), x + 1, x)": [4, 2, 5, 3],
     "np.nan_to_num(x, copy=False)": [3, 1, 4, 2],
     "y = np.ascontiguousarray(x)\nnp.add(x, 77, y)": [80, 78, 81, 79],
     "for v, o in np.nditer((x, out)):\n    v[()] = 77": [77, 77, 77, 77],
@@ -2141,11 +2142,18 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
 
 @pytest.mark.parametrize("code", WRITES_TO_COPY, ids=words_of)
 def test_write_that_numba_does_not_reject_changes_a_copy_of_input(code):
+    """The sum in the last line keeps it from counting as a use of x that may store."""
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
-    call = wrap(in_namespace(f"{code}\nfor i in range(4): out[i] = x[i]"))
+    call = wrap(in_namespace(f"{code}\nfor i in range(4): out[i] = x[i] + 0"))
     assert call(x).tolist() == WRITES_TO_COPY[code]
     assert jax.vmap(call)(jnp.stack([x, x])).tolist() == [WRITES_TO_COPY[code]] * 2
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
+
+
+def test_nan_to_num_in_place_changes_a_copy_of_input():
+    x = jnp.array([np.nan, 1])
+    assert wrap(kernel_from_body("np.nan_to_num(x, copy=False); out[0] = x[0] + 1"))(x).tolist() == [1, 0]
+    assert np.isnan(x[0])
 
 
 @pytest.mark.parametrize("vmap_method", [None, "sequential"])
@@ -2181,7 +2189,7 @@ CORRECT = [
     "y = np.array([x[1], 2])\ny[0] = 3\nout[0] = y[0]", "w = np.where(x > 1, x, 0)\nw.sort()\nout[0] = w[1]",
     "w = np.nan_to_num(x)\nw[0] = 5\nout[0] = w[0]", "out[0] = store_in_copy(x, True)",
     "B = x.reshape((2, 2))[np.array([1, 0])]\nnp.fill_diagonal(B, 0)\nout[0] = B[0, 1]",
-    "tmp = np.zeros(4)\npair = x, tmp\npair[1][0] = 5\nout[0] = tmp[0]",
+    "tmp = np.zeros(4)\npair = x, tmp\npair[1][0] = 5\nout[0] = tmp[0]", "pair = x, out\npair[1][0] = 5",
     "p = Pair(x, np.ones(4, np.float32))\np.second[0] = 7\nout[0] = p.first[0]",
     "a = x.copy()\nb = x + 1\nfor _ in range(3):\n    b[0] = a[0] + 1\n    a, b = b, a\nout[0] = a[0]",
     "b = [x.copy(), x + 1]\nfor i in range(4): b[1 - i % 2][0] = b[i % 2][0] + 1\nout[0] = b[0][0]",
@@ -2231,7 +2239,9 @@ NEVER_STORES = [  # (parameters, body, the fix in the message, options)
     ("x, out", "for i in prange(4): y = x[i]\nout = x + 1", "`out[:] = ...`", {}),
     ("x, out", "out = x + 1\nreturn out", "`out[:] = ...`.*'out' and keep the `return`", {}),
     ("x, total", "total = x[0]", r"`total[()] = ...`", {"outs": spec()}),
+    ("v, x", "v = 0.5 * v + x", "in-out argument 'v'", {"in_out_argnames": ["v"]}),
     ("v, x", "v = 0.5 * v + x", "`v[:] = ...`", {"in_out_argnames": ["v"]}),
+    ("x, out", "y = x[0]", "output 'out'", {"input_output_aliases": {0: 0}}),
     ("x, out, last", "out[0] = x[0]\nlast = x[-1]", r"`last[()] = ...`", {"outs": (FLOATS, spec())}),
 ]  # fmt: skip
 
@@ -2428,6 +2438,14 @@ def test_aliased_output_initialized_without_xla_alias(batch):
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(12))
     assert (acc == 10).all()
+
+
+def test_store_through_flat_of_aliased_input_changes_output():
+    """The kernel gets the memory of the output, not a copy of the input."""
+    kernel = kernel_from_body("x.flat[0] = 77; out[1] = 5", "x, out")
+    x = jnp.ones(3)
+    assert wrap(kernel, input_output_aliases={0: 0})(x).tolist() == [77, 5, 1]
+    assert x.tolist() == [1, 1, 1]
 
 
 def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
