@@ -4505,6 +4505,7 @@ WARP_WRITES = {  # writes to the input y, or to x, an array of vectors
     "a tile": "wp.tile_store(y, wp.tile_load(out, shape=2))",
     "a helper with keywords": "add_by_name(y, i)",
     "a variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
+    "a variable that a branch replaces": "z = y\nif i > 5:\n    z = out\nz[i] = 1.0",
     "variables swapped in a loop":
         "src = y\ndst = out\ndst[i] = src[i]\nfor k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
     "a variable of the previous iteration": "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
@@ -4532,6 +4533,7 @@ WARP_UPDATES = {  # updates of the output
     "update: component": "out[i].y -= 1.0",
     "update: row": "row = out[i]\nrow[0] += 1.0",
     "update: atomic exchange": "n = wp.atomic_exch(out, i, 1.0)",
+    "update: atomic compare and swap": "n = wp.atomic_cas(out, i, 0.0, 1.0)",
     "update: tile": "wp.tile_atomic_add(out, wp.tile_load(y, shape=2))",
     "update: helper with keywords": "add_by_name(out, i)",
     "update: slice from a helper": "tail(out)[i] += 1.0",
@@ -4749,12 +4751,17 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
     "a branch": (SUM.replace("s +=", "if x[i, j] > 0.9: s +=") + "out[i] = s", lambda x: x @ (x > 0.9), None),
     "a square": (f"{SUM}out[i] = s * s", square_of_sum, ("s", "out[i] = s * s")),
     "a maximum by a branch": (f"{LARGEST}out[i] = s", jnp.max, ("s", "if x[i, j] > s:")),
+    "a quotient": (PRODUCT.replace("s * x", "s / x") + "out[i] = s", lambda x: 1 / jnp.prod(x),
+                   ("s", "s = s / x[i, j]")),
     "while": ("s = float(0.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s += x[i, j]\n    j += 1\nout[i] = s", jnp.sum,
               ("j", "s += x[i, j]")),
     "an updated output": ("out[i] = x[i, 0]\nout[i] *= x[i, 1]", lambda x: x[0] * x[1],
                           ("out[i]", "out[i] *= x[i, 1]")),
-    "a loop too long to unroll": (PRODUCT.replace("x.shape[1]", "20").replace("x[i, j]", "x[i, 0]") + "out[i] = s",
-                           lambda x: x[0] ** 20, ("s", "s = s * x[i, 0]")),
+    "the longest loop that is unrolled": (
+        PRODUCT.replace("x.shape[1]", "16").replace("x[i, j]", "x[i, 0]") + "out[i] = s", lambda x: x[0] ** 16, None
+    ),
+    "a loop too long to unroll": (PRODUCT.replace("x.shape[1]", "17").replace("x[i, j]", "x[i, 0]") + "out[i] = s",
+                           lambda x: x[0] ** 17, ("s", "s = s * x[i, 0]")),
     "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
     "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", square_of_sum, ("s", "t += s * x[i, k]")),
     "an earlier iteration": (
@@ -4871,6 +4878,16 @@ def test_warp_gradient_warned_for_bfloat16_and_loops_not_unrolled(dtype, length,
     f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
     with pytest.warns(UserWarning, match="needs 's' as it was"):
         jax.eval_shape(jax.grad(lambda x: f(x).sum()), spec(3, 3, dtype=jnp.dtype(dtype)))
+
+
+@needs_warp
+def test_warp_gradient_warned_for_changed_index_of_atomic_sum():
+    """With other cotangents than ones, the adjoint would read the one of a wrong element."""
+    body = "k = i\nfor j in range(x.shape[1]):\n    wp.atomic_add(out, k, x[i, j])\n    k = 0"
+    kernel = kernel_from_text("x: rows, out: floats", body, True)
+    f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
+    with pytest.warns(UserWarning, match="needs 'k' as it was"):
+        jax.eval_shape(jax.grad(lambda x: f(x).sum()), spec(3, 4))
 
 
 # -- launches ------------------------------------------------------------------------------------------
