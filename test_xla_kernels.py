@@ -5231,7 +5231,18 @@ def test_unsupported_input_rejected(call, make, text):
 def test_op_distinguishes_equal_parameters_of_other_types():
     """Parameters that are equal in Python have representations of different lengths."""
     op = op_of(lambda x, k: x + len(repr(k)))
-    values = [1, 1.0, True, np.float32(1), 0.0, -0.0, (np.float32(0.0),), (np.float32(-0.0),)]
+    values = [
+        1,
+        1.0,
+        True,
+        np.float32(1),
+        0.0,
+        -0.0,
+        (np.float32(0.0),),
+        (np.float32(-0.0),),
+        frozenset({1}),
+        frozenset({1.0}),
+    ]
     for f in eager_and_jitted(lambda x: [op(x, outs=spec(), k=k) for k in values]):
         assert f(0.0) == [len(repr(k)) for k in values]
 
@@ -5443,9 +5454,12 @@ def test_op_generator_called_once_per_parameters():
         check_close(jax.jit(call)(VECTOR), VECTOR**power)
         check_close(jax.vmap(call)(ROWS), ROWS**power)
     assert generated == [((8,), 1), ((8,), 2)]
+    with jax.enable_x64(True):  # the generator may create constants, of another dtype
+        op(VECTOR, outs=like_first, power=1)
+    assert len(generated) == 3
     op.def_kernel("jax", "cpu", generator)
     op(VECTOR, outs=like_first, power=1)
-    assert len(generated) == 3
+    assert len(generated) == 4
 
 
 @pytest.mark.parametrize("kernel, options", [
@@ -5599,6 +5613,17 @@ def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
     check_close(jax.grad(sum_of(nested))(*operands), np.broadcast_to(np.float32(slopes), (2, 8, 3)))
     op.register_general_batching()
     check_close(nested(*operands), 2 * x)
+
+
+def test_op_batching_rule_may_record_innermost_of_nested_vmaps():
+    op = op_of(operator.mul)
+    op.def_batching_rule(lambda args, axes, outs: xk.general_batching_rule(op, args, axes, outs=outs[0]))
+    x = np.stack([ROWS, -ROWS])
+    check_close(jax.vmap(jax.vmap(call_op(op)))(x, x), x * x)
+
+
+def test_op_with_one_empty_output_runs_its_kernel():
+    check_close(op_of(lambda x: (x[:0], x))(F32, outs=(spec(0), FLOATS)), (F32[:0], F32))
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
