@@ -2122,6 +2122,7 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
     "for f in (x.T.flat, out.flat):\n    f[1] = 77": [3, 77, 4, 2],
     "for p in views_of(x):\n    p.flat[0] = 77": [77, 1, 77, 2],
     "Pair(x, out).first.flat[0] = 77": [77, 1, 4, 2],
+    "y = out\nif x[0] > 1: y = x\ny.flat[0] = 77": [77, 1, 4, 2],
     "store = store_in\nstore(x[1:])": [3, 77, 4, 2],
     "fill = np.fill_diagonal\nfill(x.reshape((2, 2)), 77)": [77, 1, 4, 77],
     "(lambda a: np.fill_diagonal(a, 77))(x.reshape((2, 2)))": [77, 1, 4, 77],
