@@ -2343,6 +2343,15 @@ def test_inputs_are_not_copied():
         assert 0 <= memory.temp_size_in_bytes < 1000  # XLA itself uses some bytes
 
 
+def test_input_is_not_copied_if_llvm_proves_that_it_is_only_read(caplog):
+    """Numba ignores read-only arrays in `x.flat`, and its IR shows a use of x that may store."""
+    for code, is_copied in {"out[i] = x.flat[i]": False, "x.flat[i] = out[i]": True}.items():
+        caplog.clear()
+        kernel = in_namespace(f"for i in range(4): {code}")
+        jax.eval_shape(wrap(kernel, zero_outputs=True), FLOATS)
+        assert ("gets copies of its inputs [0]" in caplog.text) == is_copied
+
+
 # -- new outputs start from zeros ------------------------------------------------------------------------
 
 
@@ -5621,6 +5630,10 @@ def test_op_batching_rule_may_record_innermost_of_nested_vmaps():
     op.def_batching_rule(lambda args, axes, outs: xk.general_batching_rule(op, args, axes, outs=outs[0]))
     x = np.stack([ROWS, -ROWS])
     check_close(jax.vmap(jax.vmap(call_op(op)))(x, x), x * x)
+
+
+def test_op_kernel_may_return_a_dict_of_one_array():
+    check_close(op_of(lambda x: {"out": x})(F32, outs=FLOATS), F32)
 
 
 def test_op_with_one_empty_output_runs_its_kernel():
