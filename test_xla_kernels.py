@@ -4543,7 +4543,6 @@ WARP_UPDATES = {  # updates of the output
     "update: component": "out[i].y -= 1.0",
     "update: row": "row = out[i]\nrow[0] += 1.0",
     "update: atomic exchange": "n = wp.atomic_exch(out, i, 1.0)",
-    "update: atomic compare and swap": "n = wp.atomic_cas(out, i, 0.0, 1.0)",
     "update: tile": "wp.tile_atomic_add(out, wp.tile_load(y, shape=2))",
     "update: helper with keywords": "add_by_name(out, i)",
     "update: slice from a helper": "tail(out)[i] += 1.0",
