@@ -1056,6 +1056,12 @@ def shuffle(a, i):
     return a[i] + 1
 
 
+@cuda_helper
+def sum_of_indices():
+    i, j = cuda.grid(2)
+    return i + j
+
+
 FUNCTIONS = (bump,)
 
 
@@ -1175,6 +1181,18 @@ def test_cuda_output_or_in_out_argument_never_stored_to_raises(kernel):
     with pytest.raises(TypeError, match=r"never stores to (output|in-out argument) 'out'"):
         trace_on_cuda(kernel, FLOATS, FLOATS, in_out_argnames=["out"])
     trace_on_cuda(kernel, FLOATS, zero_outputs=True)
+
+
+def test_cuda_helper_named_grid_does_not_count_as_cuda_grid():
+    @cuda.jit(device=True)
+    def grid(n):
+        return n
+
+    @cuda.jit
+    def kernel(x, out):
+        out[0] = grid(3)
+
+    trace_cuda(kernel, launch_dims=1)
 
 
 def trace_warp(name, *args, outs=like_first, **options):
@@ -1412,6 +1430,8 @@ def errors(wrap):
         (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
          lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
         (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
+        (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(
+            cuda.jit(kernel_from_body("out[0] = sum_of_indices()", sum_of_indices=sum_of_indices)), launch_dims=3)),
     ],
     "warp": [  # arrays
         (TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
@@ -2104,10 +2124,12 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
     "for f in (x.T.flat, out.flat):\n    f[1] = 77": [3, 77, 4, 2],
     "for p in views_of(x):\n    p.flat[0] = 77": [77, 1, 77, 2],
     "Pair(x, out).first.flat[0] = 77": [77, 1, 4, 2],
+    "y = out\nif x[0] > 1: y = x\ny.flat[0] = 77": [77, 1, 4, 2],
     "store = store_in\nstore(x[1:])": [3, 77, 4, 2],
     "fill = np.fill_diagonal\nfill(x.reshape((2, 2)), 77)": [77, 1, 4, 77],
     "(lambda a: np.fill_diagonal(a, 77))(x.reshape((2, 2)))": [77, 1, 4, 77],
     "np.dot(np.eye(4, dtype=x.dtype), x + 1, out=x)": [4, 2, 5, 3],
+    "np.dot(np.eye(4, dtype=x.dtype), x + 1, x)": [4, 2, 5, 3],
     "np.nan_to_num(x, copy=False)": [3, 1, 4, 2],
     "y = np.ascontiguousarray(x)\nnp.add(x, 77, y)": [80, 78, 81, 79],
     "for v, o in np.nditer((x, out)):\n    v[()] = 77": [77, 77, 77, 77],
@@ -2123,11 +2145,18 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
 
 @pytest.mark.parametrize("code", WRITES_TO_COPY, ids=words_of)
 def test_write_that_numba_does_not_reject_changes_a_copy_of_input(code):
+    """The sum in the last line keeps it from counting as a use of x that may store."""
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
-    call = wrap(in_namespace(f"{code}\nfor i in range(4): out[i] = x[i]"))
+    call = wrap(in_namespace(f"{code}\nfor i in range(4): out[i] = x[i] + 0"))
     assert call(x).tolist() == WRITES_TO_COPY[code]
     assert jax.vmap(call)(jnp.stack([x, x])).tolist() == [WRITES_TO_COPY[code]] * 2
     assert x.tolist() == [3.0, 1.0, 4.0, 2.0]
+
+
+def test_nan_to_num_in_place_changes_a_copy_of_input():
+    x = jnp.array([np.nan, 1])
+    assert wrap(kernel_from_body("np.nan_to_num(x, copy=False); out[0] = x[0] + 1"))(x).tolist() == [1, 0]
+    assert np.isnan(x[0])
 
 
 @pytest.mark.parametrize("vmap_method", [None, "sequential"])
@@ -2163,7 +2192,7 @@ CORRECT = [
     "y = np.array([x[1], 2])\ny[0] = 3\nout[0] = y[0]", "w = np.where(x > 1, x, 0)\nw.sort()\nout[0] = w[1]",
     "w = np.nan_to_num(x)\nw[0] = 5\nout[0] = w[0]", "out[0] = store_in_copy(x, True)",
     "B = x.reshape((2, 2))[np.array([1, 0])]\nnp.fill_diagonal(B, 0)\nout[0] = B[0, 1]",
-    "tmp = np.zeros(4)\npair = x, tmp\npair[1][0] = 5\nout[0] = tmp[0]",
+    "tmp = np.zeros(4)\npair = x, tmp\npair[1][0] = 5\nout[0] = tmp[0]", "pair = x, out\npair[1][0] = 5",
     "p = Pair(x, np.ones(4, np.float32))\np.second[0] = 7\nout[0] = p.first[0]",
     "a = x.copy()\nb = x + 1\nfor _ in range(3):\n    b[0] = a[0] + 1\n    a, b = b, a\nout[0] = a[0]",
     "b = [x.copy(), x + 1]\nfor i in range(4): b[1 - i % 2][0] = b[i % 2][0] + 1\nout[0] = b[0][0]",
@@ -2213,7 +2242,9 @@ NEVER_STORES = [  # (parameters, body, the fix in the message, options)
     ("x, out", "for i in prange(4): y = x[i]\nout = x + 1", "`out[:] = ...`", {}),
     ("x, out", "out = x + 1\nreturn out", "`out[:] = ...`.*'out' and keep the `return`", {}),
     ("x, total", "total = x[0]", r"`total[()] = ...`", {"outs": spec()}),
+    ("v, x", "v = 0.5 * v + x", "in-out argument 'v'", {"in_out_argnames": ["v"]}),
     ("v, x", "v = 0.5 * v + x", "`v[:] = ...`", {"in_out_argnames": ["v"]}),
+    ("x, out", "y = x[0]", "output 'out'", {"input_output_aliases": {0: 0}}),
     ("x, out, last", "out[0] = x[0]\nlast = x[-1]", r"`last[()] = ...`", {"outs": (FLOATS, spec())}),
 ]  # fmt: skip
 
@@ -2314,11 +2345,12 @@ def test_inputs_are_not_copied():
         assert 0 <= memory.temp_size_in_bytes < 1000  # XLA itself uses some bytes
 
 
-def test_input_is_copied_only_in_kernels_that_may_write_to_it(caplog):
-    caplog.set_level("DEBUG", "xla_kernels")
-    for code, is_copied in {"x.flat[0] = 77": True, "out.flat[0] = x.flat[0]": False}.items():
+def test_input_is_not_copied_if_llvm_proves_that_it_is_only_read(caplog):
+    """Numba ignores read-only arrays in `x.flat`, and its IR shows a use of x that may store."""
+    for code, is_copied in {"out[i] = x.flat[i]": False, "x.flat[i] = out[i]": True}.items():
         caplog.clear()
-        jax.eval_shape(wrap(in_namespace(f"{code}\nout[1] = x[1]")), FLOATS)
+        kernel = in_namespace(f"for i in range(4): {code}")
+        jax.eval_shape(wrap(kernel, zero_outputs=True), FLOATS)
         assert ("gets copies of its inputs [0]" in caplog.text) == is_copied
 
 
@@ -2418,6 +2450,14 @@ def test_aliased_output_initialized_without_xla_alias(batch):
     call = jax.ffi.ffi_call(target_of(accumulate, spec(2), spec(4)), spec(*batch, 2))
     np.testing.assert_array_equal(call(acc, x), acc.at[..., 0].set(12))
     assert (acc == 10).all()
+
+
+def test_store_through_flat_of_aliased_input_changes_output():
+    """The kernel gets the memory of the output, not a copy of the input."""
+    kernel = kernel_from_body("x.flat[0] = 77; out[1] = 5", "x, out")
+    x = jnp.ones(3)
+    assert wrap(kernel, input_output_aliases={0: 0})(x).tolist() == [77, 5, 1]
+    assert x.tolist() == [1, 1, 1]
 
 
 def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
@@ -3278,14 +3318,13 @@ def test_on_cuda_helper_with_signature_may_read_input():
         return 2 * x[i]
 
     @cuda.jit
-    def kernel(x, out):
-        i = cuda.grid(1)
-        if i < out.size:
+    def kernel(x, n, out):
+        for i in range(cuda.grid(1), n, 8):
             out[i] = twice_element(x, i)
 
-    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8)
+    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8, scalars=["n"])
     batch = sample(2, 5)
-    check_close(jax.vmap(op)(batch), 2 * batch)
+    check_close(jax.vmap(op, (0, None))(batch, 5), 2 * batch)
 
 
 CALLABLE_WRITES = {  # statements of a callable
@@ -4479,6 +4518,7 @@ WARP_WRITES = {  # writes to the input y, or to x, an array of vectors
     "a tile": "wp.tile_store(y, wp.tile_load(out, shape=2))",
     "a helper with keywords": "add_by_name(y, i)",
     "a variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
+    "a variable that a branch replaces": "z = y\nif i > 5:\n    z = out\nz[i] = 1.0",
     "variables swapped in a loop":
         "src = y\ndst = out\ndst[i] = src[i]\nfor k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
     "a variable of the previous iteration": "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
@@ -4723,12 +4763,17 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
     "a branch": (SUM.replace("s +=", "if x[i, j] > 0.9: s +=") + "out[i] = s", lambda x: x @ (x > 0.9), None),
     "a square": (f"{SUM}out[i] = s * s", square_of_sum, ("s", "out[i] = s * s")),
     "a maximum by a branch": (f"{LARGEST}out[i] = s", jnp.max, ("s", "if x[i, j] > s:")),
+    "a quotient": (PRODUCT.replace("s * x", "s / x") + "out[i] = s", lambda x: 1 / jnp.prod(x),
+                   ("s", "s = s / x[i, j]")),
     "while": ("s = float(0.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s += x[i, j]\n    j += 1\nout[i] = s", jnp.sum,
               ("j", "s += x[i, j]")),
     "an updated output": ("out[i] = x[i, 0]\nout[i] *= x[i, 1]", lambda x: x[0] * x[1],
                           ("out[i]", "out[i] *= x[i, 1]")),
-    "a loop too long to unroll": (PRODUCT.replace("x.shape[1]", "20").replace("x[i, j]", "x[i, 0]") + "out[i] = s",
-                           lambda x: x[0] ** 20, ("s", "s = s * x[i, 0]")),
+    "the longest loop that is unrolled": (
+        PRODUCT.replace("x.shape[1]", "16").replace("x[i, j]", "x[i, 0]") + "out[i] = s", lambda x: x[0] ** 16, None
+    ),
+    "a loop too long to unroll": (PRODUCT.replace("x.shape[1]", "17").replace("x[i, j]", "x[i, 0]") + "out[i] = s",
+                           lambda x: x[0] ** 17, ("s", "s = s * x[i, 0]")),
     "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
     "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", square_of_sum, ("s", "t += s * x[i, k]")),
     "an earlier iteration": (
@@ -4845,6 +4890,16 @@ def test_warp_gradient_warned_for_bfloat16_and_loops_not_unrolled(dtype, length,
     f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
     with pytest.warns(UserWarning, match="needs 's' as it was"):
         jax.eval_shape(jax.grad(lambda x: f(x).sum()), spec(3, 3, dtype=jnp.dtype(dtype)))
+
+
+@needs_warp
+def test_warp_gradient_warned_for_changed_index_of_atomic_sum():
+    """With other cotangents than ones, the adjoint would read the one of a wrong element."""
+    body = "k = i\nfor j in range(x.shape[1]):\n    wp.atomic_add(out, k, x[i, j])\n    k = 0"
+    kernel = kernel_from_text("x: rows, out: floats", body, True)
+    f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
+    with pytest.warns(UserWarning, match="needs 'k' as it was"):
+        jax.eval_shape(jax.grad(lambda x: f(x).sum()), spec(3, 4))
 
 
 # -- launches ------------------------------------------------------------------------------------------
@@ -5188,7 +5243,18 @@ def test_unsupported_input_rejected(call, make, text):
 def test_op_distinguishes_equal_parameters_of_other_types():
     """Parameters that are equal in Python have representations of different lengths."""
     op = op_of(lambda x, k: x + len(repr(k)))
-    values = [1, 1.0, True, np.float32(1), 0.0, -0.0, (np.float32(0.0),), (np.float32(-0.0),)]
+    values = [
+        1,
+        1.0,
+        True,
+        np.float32(1),
+        0.0,
+        -0.0,
+        (np.float32(0.0),),
+        (np.float32(-0.0),),
+        frozenset({1}),
+        frozenset({1.0}),
+    ]
     for f in eager_and_jitted(lambda x: [op(x, outs=spec(), k=k) for k in values]):
         assert f(0.0) == [len(repr(k)) for k in values]
 
@@ -5400,9 +5466,12 @@ def test_op_generator_called_once_per_parameters():
         check_close(jax.jit(call)(VECTOR), VECTOR**power)
         check_close(jax.vmap(call)(ROWS), ROWS**power)
     assert generated == [((8,), 1), ((8,), 2)]
+    with jax.enable_x64(True):  # the generator may create constants, of another dtype
+        op(VECTOR, outs=like_first, power=1)
+    assert len(generated) == 3
     op.def_kernel("jax", "cpu", generator)
     op(VECTOR, outs=like_first, power=1)
-    assert len(generated) == 3
+    assert len(generated) == 4
 
 
 @pytest.mark.parametrize("kernel, options", [
@@ -5556,6 +5625,21 @@ def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
     check_close(jax.grad(sum_of(nested))(*operands), np.broadcast_to(np.float32(slopes), (2, 8, 3)))
     op.register_general_batching()
     check_close(nested(*operands), 2 * x)
+
+
+def test_op_batching_rule_may_record_innermost_of_nested_vmaps():
+    op = op_of(operator.mul)
+    op.def_batching_rule(lambda args, axes, outs: xk.general_batching_rule(op, args, axes, outs=outs[0]))
+    x = np.stack([ROWS, -ROWS])
+    check_close(jax.vmap(jax.vmap(call_op(op)))(x, x), x * x)
+
+
+def test_op_kernel_may_return_a_dict_of_one_array():
+    check_close(op_of(lambda x: {"out": x})(F32, outs=FLOATS), F32)
+
+
+def test_op_with_one_empty_output_runs_its_kernel():
+    check_close(op_of(lambda x: (x[:0], x))(F32, outs=(spec(0), FLOATS)), (F32[:0], F32))
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
