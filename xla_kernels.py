@@ -18,14 +18,15 @@ The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callab
 
 The contract:
 
-- A mistake raises an error that names its fix, except for the cases in the next paragraph.
+- A mistake raises an error that names its fix, except for the cases listed below this contract.
 - The caller's arrays never change.  If a kernel updates an argument, XLA copies it first if the old value is used.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
 By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
 that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
-and C++ code; arrays inside containers that the checks do not look into; static arguments whose `__eq__` is true for
-different values; globals that another thread assigns during compilation.
+and C++ code; global arrays of a GPU; the Python code of a `numba_cuda_callable`; arrays inside containers that the
+checks do not look into; static arguments whose `__eq__` is true for different values; globals that another thread
+assigns during compilation.
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  The Numba and Warp backends need Numba 0.63 or
 later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends work here.
@@ -496,10 +497,10 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 #   sharing, each call of a function that defines a kernel would compile it again, and each copy would stay registered
 #   forever.  Kernels that `_is_reusable` excludes never share a target.  Nor do callables and simulated kernels,
 #   because Python reads their globals on each run.
-# - A target name contains a hash of the fingerprint, so programs in JAX's persistent cache find their kernels.  If the
-#   name is in use already, it gets a number, which depends on the order in which kernels are created.  That is safe:
-#   the key of JAX's cache contains the name, and XLA looks the name up in the running process.  At worst a cached
-#   program is not found.
+# - Without the user's `name=`, a target name contains a hash of the fingerprint's text, so programs in JAX's persistent
+#   cache find their kernels.  Different kernels may have equal texts.  If a name is in use, it gets a number, which
+#   depends on the order in which kernels are created.  That is safe: the key of JAX's cache contains the name, and XLA
+#   looks the name up in the running process.  At worst a cached program is not found.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -767,7 +768,7 @@ def _is_reusable(kernel: Any) -> bool:
 
 
 def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
-    """Return a key for each helper: its first overload, or None if it is not compiled yet, compared by identity.
+    """Return, for each helper, an identity key of its first overload, or of None if it is not compiled yet.
 
     `Dispatcher.recompile` replaces all overloads, and the new ones may have captured other values.  So the first
     overload of a helper shows whether it was recompiled.
@@ -839,14 +840,18 @@ class _Specialization(NamedTuple):
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
 
-    def base_name(self, kernel_text: str) -> str:
-        """Return the target name without a number."""
+    def base_name(self, fingerprint_text: str) -> str:
+        """Return the target name without a number.
+
+        `fingerprint_text` is empty for Warp, because `options` contains Warp's hash.
+        """
         parts = [self.platform, str(self.signature), self.launch_layout]
         if self.requested_name:
-            prefix = self.requested_name  # an exported program finds the kernel even if its code was edited
+            # An exported program finds the kernel even if its code or options were edited.
+            prefix = self.requested_name
         else:
             prefix = f"{__name__}.{self.signature.label}"
-            parts += [str(self.signature.zeroed), kernel_text, *map(str, self.options)]
+            parts += [str(self.signature.zeroed), fingerprint_text, *map(str, self.options)]
         return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
 
 
@@ -923,13 +928,13 @@ class _TargetRegistry:
         return self.names_by_content[specialization]
 
     def _compile_and_register(
-        self, specialization: _Specialization, compile_handler: _CompileHandlerFunction, kernel_text: str = ""
+        self, specialization: _Specialization, compile_handler: _CompileHandlerFunction, fingerprint_text: str = ""
     ) -> str:
         """Compile a handler, register it under an unused target name, and return the name.
 
         The name is reserved last.  If the compilation or the registration fails, the name stays free.
         """
-        base_name = specialization.base_name(kernel_text)
+        base_name = specialization.base_name(fingerprint_text)
         _check_name_is_free(base_name, specialization)
         compiled = compile_handler()
         with _REGISTRY_LOCK:
@@ -1941,8 +1946,8 @@ class _Wrapper(_PickledByReference):
         n = len(args) + len(named)
         names = self.parameters[:n]
         arguments = dict(zip(names, args), **named)
-        is_duplicate = len(arguments) != n  # a name that is also passed by position
-        if is_duplicate or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
+        has_wrong_count = len(arguments) != n  # too many, or a name that is also passed by position
+        if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
         return {name: arguments[name] for name in names}
 
@@ -2810,8 +2815,8 @@ class _BatchScheduler(_IRBuilder):
     def run_serial_and_measure(self, batch: _StructPointer) -> None:
         """Run the slices on this thread, until they prove slow enough to run the rest on several threads.
 
-        The ranges have 1, 8, 64, ... slices.  They grow while a range is too short for the clock, and while the rest is
-        too little work for several threads.  In both cases, eight times as many slices are cheap to run on one thread.
+        The ranges have 1, 8, 64, ... slices.  The rest runs on several threads as soon as a range was long enough for
+        the clock, and the rest is enough work.  Until then, the next range is too short to be worth threads.
         """
         start = self.variable(0)
         count = self.variable(1)
@@ -2864,7 +2869,7 @@ class _BatchScheduler(_IRBuilder):
         with self.if_(shared == 0, likely=False):  # not enough memory
             self.ret(self.call("run_range", batch, first, batch.count))
         n_threads = self.variable(1)
-        # The variable itself is its address, to which XLA writes the number.  Without a thread pool it stays 1.
+        # `n_threads` is a pointer, through which XLA writes the number.  Without a thread pool it stays 1.
         args = self.new_struct(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
         self._destroy_error(batch.frame, self.call_api(batch.frame, "ThreadPool_NumThreads", args))
         n_slices = batch.count - first
@@ -4911,8 +4916,8 @@ def numba_cuda_callable(
 
     - atomics and stores with cache hints;
     - stores of a kernel that was compiled for writable arrays before, with explicit signatures or by numba-cuda-mlir;
-    - all stores, if a referenced kernel has a helper with explicit signatures for arrays, because numba-cuda passes
-      only writable arrays to such a helper.
+    - all stores, if a helper of a referenced kernel has explicit signatures for arrays: numba-cuda passes only writable
+      arrays to such helpers, so the check is off.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
     element.  Without a GPU, a program can still be lowered for CUDA.
@@ -5328,6 +5333,7 @@ class _NumbaCuda:
             emitter = _CudaEmitter(self, batch_launcher, per_slice_loop)
             return _compile_handler(signature, emitter), batch_launcher.max_threads
 
+        # The copy shares `data` and `keep_alive` with `handler`, so replacing `inner_loop` changes both.
         return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
@@ -5826,9 +5832,9 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     """An emitter of code that launches a kernel: once per slice, or in a batch launch once for many slices.
 
-    In a batch launch, the blocks along z are the slices.  Its kernel takes arrays whose first dimension is the slice.
-    If a call has several blocks along z, or more threads in a block than this kernel can have, the handler launches
-    the original kernel instead, once per slice.
+    In a batch launch, the blocks along z are the slices.  It uses a second compilation of the kernel, whose arrays have
+    the slice as their first dimension.  If a call already uses z, or needs more threads in a block than the second
+    compilation allows, the handler launches the first one instead, once per slice.
     """
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
@@ -5978,10 +5984,10 @@ def warp_kernel(
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
 
-    **Batches.** On CPUs, threads share the elements of a `vmap`.  On GPUs, one launch runs up to 65,535 elements, in no
-    order, so a block must not wait for a block of another batch element.  With `vmap_method="sequential"`, each element
-    has its own launch, in order.  So do kernels with C++ code, adjoints or code transformers of your own.  This
-    module's logger shows the reason at level DEBUG.
+    **Batches.** On CPUs, the elements of a `vmap` are divided among threads.  On GPUs, one launch runs up to 65,535
+    elements, in no order, so a block must not wait for a block of another batch element.  With
+    `vmap_method="sequential"`, each element has its own launch, in order.  So it has for kernels with C++ code, adjoints
+    or code transformers of your own.  This module's logger shows the reason at level DEBUG.
 
     **Redefinition.** A wrapper keeps the helpers and constants that its kernel referenced at the first trace.  If you
     redefine one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
@@ -6753,8 +6759,8 @@ class _WarpTarget(_Target):
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
         # The gradients come first, because Warp's array of the data refers to its gradient.
-        in_order = [x for x in self.arrays if x.field == "grad"] + [x for x in self.arrays if x.field == "data"]
-        for name, field, buffer, dims in in_order:
+        gradients_first = [x for x in self.arrays if x.field == "grad"] + [x for x in self.arrays if x.field == "data"]
+        for name, field, buffer, dims in gradients_first:
             array = wp.array(
                 ptr=_placeholder(buffer, is_step=False),
                 shape=dims,
@@ -7028,7 +7034,7 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_cholesky_inplace tile_cholesky_solve tile_cholesky_solve_inplace tile_lower_solve tile_lower_solve_inplace "
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
-_SUMS = frozenset({"atomic_add", "atomic_sub"})
+_ATOMIC_SUMS = frozenset({"atomic_add", "atomic_sub"})
 _STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value"
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
@@ -7198,11 +7204,11 @@ class _StaleValues(_AbstractInterpreter):
         function = _warp_function(value, node.func)
         name = function.key if _is_warp_builtin(function) else ""
         has_gradient = _HAS_GRADIENT in taints
-        if has_gradient and (name in _WITHOUT_ADJOINT or (name in _SUMS and is_used)):
+        if has_gradient and (name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and is_used)):
             problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`"
             self.report(node, problem, "Compute the value from other functions.")
-        if name in _SUMS:
-            self.note_use(node, _union(arguments[1:-1]))  # the indices
+        if name in _ATOMIC_SUMS:
+            self.note_use(node, _union(arguments[1:-1]))  # the indices, between the array and the value
         elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
             self.note_use(node, taints)
         effect = _effect(function)
@@ -7223,7 +7229,7 @@ def _needs_no_tainted_value(op: ast.operator, a: set, b: set) -> bool:
     """Return whether the adjoint of `x op y`, whose operands have the taints a and b, needs no tainted value.
 
     The adjoint of a product needs y for the gradient of x, and x for that of y.  An operand without taints needs no
-    gradient, and is available.
+    gradient, and its value is right.
     """
     if isinstance(op, (ast.Mult, ast.MatMult)):
         return not a or not b
@@ -7355,7 +7361,7 @@ class XLACustomKernel(_PickledByReference):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
         has_tracers = False
-        # Skip the conversion if all inputs are Python scalars or arrays of exactly these types.
+        # Only convert inputs if one of them is not a Python scalar or an array of exactly these types.
         if not _INPUT_TYPES.issuperset(map(type, ins)):
             ins, has_tracers = _convert_inputs(ins, self.title)
         if callable(outs):
@@ -8322,7 +8328,7 @@ def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
 # An op may have its own batching rule:
 #
 # - If the op has no other rules, the batching rule runs at once, like any batching rule of JAX.  JAX can differentiate
-#   it, and it can use traced values.  It also runs at once if the op has a VJP rule, which then gives the derivative.
+#   it, and it can use traced values.  The same holds if the op only has a VJP rule, which then gives the derivative.
 # - If the op has a JVP or transpose rule, the batching rule runs at lowering, for the innermost recorded vmap.  If it
 #   ran at once, JAX would differentiate its operations instead of using the rule of the op.  Their derivatives may
 #   differ from those of the op (surrogate gradients), or not exist.
