@@ -5986,8 +5986,8 @@ def warp_kernel(
 
     **Batches.** On CPUs, the elements of a `vmap` are divided among threads.  On GPUs, one launch runs up to 65,535
     elements, in no order, so a block must not wait for a block of another batch element.  With
-    `vmap_method="sequential"`, each element has its own launch, in order.  So it has for kernels with C++ code, adjoints
-    or code transformers of your own.  This module's logger shows the reason at level DEBUG.
+    `vmap_method="sequential"`, each element has its own launch, in order.  The same holds for kernels with C++ code,
+    adjoints or code transformers of your own.  This module's logger shows the reason at level DEBUG.
 
     **Redefinition.** A wrapper keeps the helpers and constants that its kernel referenced at the first trace.  If you
     redefine one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
