@@ -3497,7 +3497,7 @@ V_PLUS_D = {  # functions that compute v + d from the initial values of their ou
 }  # fmt: skip
 
 
-@pytest.mark.needs("gpu", "cuda")
+@pytest.mark.needs("gpu", "cuda package")
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=pytest.mark.needs("warp_gpu")) if "warp" in kind else kind for kind in V_PLUS_D
 ])  # fmt: skip
@@ -3531,7 +3531,7 @@ def test_gpu_outputs_initialized_in_loops(kind):
     np.testing.assert_array_equal(run(in_stream_order), v + rows.sum(axis=0))
 
 
-@pytest.mark.needs("gpu", "cuda")
+@pytest.mark.needs("gpu", "cuda package")
 def test_gpu_kernel_input_not_overwritten_by_row_update():
     """XLA's dynamic-slice fusion lets a kernel write to the array that it reads (jax 0.11.2)."""
 
@@ -3568,7 +3568,7 @@ def test_gpu_kernels_run_in_command_buffers(tmp_path):
         assert n_passed(outcomes, "warp") >= 5, outcomes  # two in loops, two cells, and values
 
 
-@pytest.mark.needs("gpu", "cuda")
+@pytest.mark.needs("gpu", "cuda package")
 def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
     op = batch_op(cuda.jit(cuda_add))
     copy_in_place = batch_op(cuda.jit(cuda_copy), input_output_aliases={0: 0})
@@ -3740,7 +3740,7 @@ def test_fakecuda_or_gpu_memset_per_new_buffer(cuda_on_gpu, memsets, zero_output
         check_close(results, expected)
 
 
-@pytest.mark.needs("gpu", "cuda")
+@pytest.mark.needs("gpu", "cuda package")
 @pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 2), (False, 0)])
 def test_gpu_callable_memset_per_new_buffer(memsets, zero_outputs, n_memsets):
     launch = lambda x, out, tmp, stream: CallableKernels.copy[1, 8, stream](x, out)
