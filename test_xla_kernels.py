@@ -2143,7 +2143,13 @@ WRITES_TO_COPY = {  # statements for which Numba ignores read-only arrays: the v
 }
 
 
-@pytest.mark.parametrize("code", WRITES_TO_COPY, ids=words_of)
+def rows_of_writes_to_copy():
+    for code in WRITES_TO_COPY:  # earlier versions of Numba reject stores to `np.ascontiguousarray(x)`
+        marks = [pytest.mark.needs("numba 0.64")] if "ascontiguousarray" in code else []
+        yield pytest.param(code, marks=marks, id=words_of(code))
+
+
+@pytest.mark.parametrize("code", list(rows_of_writes_to_copy()))
 def test_write_that_numba_does_not_reject_changes_a_copy_of_input(code):
     """The sum in the last line keeps it from counting as a use of x that may store."""
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
@@ -2319,7 +2325,7 @@ def result_of_cached_kernel(kernel):
 
 def test_checks_are_the_same_for_kernels_from_numbas_cache(tmp_path):
     bodies = {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
-    bodies["store_in(a)"] = "np.ascontiguousarray(a)[0] = 77"
+    bodies["store_in(a)"] = "a.flat[0] = 77"
     kernels = [f"@numba.njit(cache=True)\ndef {name}:\n    {body}\n" for name, body in bodies.items()]
     (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(reversed(kernels)))
     compiled = results_of_cached_kernels(tmp_path)
