@@ -3023,8 +3023,9 @@ def array_and_address(shape, dtype="float32"):
 
 
 def new_cuda_op(package_cuda, parameters="x, out", **options):
-    """Wrap a kernel that no other test has compiled.  By default it has one block of one thread."""
-    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters), **{"outs": like_first, **BLOCK, **options})
+    """Wrap a kernel that no other test has compiled, and that stores nothing.  By default it has one thread."""
+    options = {"outs": like_first, "zero_outputs": True, **BLOCK, **options}
+    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters), **options)
 
 
 def test_fakecuda_handler_packs_arrays_like_package(gpus, package_cuda):
@@ -3047,7 +3048,7 @@ def test_fakecuda_handler_packs_arrays_like_package(gpus, package_cuda):
 def test_fakecuda_handler_launches_on_device_and_stream_of_call(gpus, package_cuda, options, launch):
     """One memset zeros all slices before two launches."""
     options = {"vmap_method": "sequential", "zero_outputs": True, **options}
-    op = jax.vmap(xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, "x, out"), like_first, **options))
+    op = jax.vmap(xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, "x, out", "pass"), like_first, **options))
     batch = jnp.ones((2, 3))
     for device in 0, 1:
         gpus.set(device=device)
@@ -3105,7 +3106,7 @@ def test_fakecuda_driver_error_fails_only_its_call(gpus, package_cuda, function,
 
 @pytest.mark.filterwarnings("ignore:Could not find source for function")  # a warning about debug kernels
 @pytest.mark.parametrize("body, options, text", [
-    ("x[0] = out[0]", {}, "for (float32[:]).*Inputs are read-only"),
+    ("x[0] = out[0]", {}, "Inputs are read-only.*writes to input 'x'. Write to an output"),
     ("return 1.0", {}, "for (float32[:]).*this one returns a value"),
     ("out[0] = x.nope", {}, "for (float32[:]).*nope"),
     ("out[0] = jnp.sin(x[0])", {}, "A kernel cannot call JAX"),
@@ -3141,7 +3142,8 @@ def test_fakecuda_captured_array_lives_as_long_as_program(gpus, package_cuda):
     """The global is set to another value before the program runs."""
     kernel = new_cuda_kernel(package_cuda, "x, out", "table[0]", names={"table": DeviceArray()})
     array = weakref.ref(kernel.py_func.__globals__["table"])
-    run = program_for_cuda(jax.vmap(xk.numba_cuda_kernel(kernel, like_first, **BLOCK)), jnp.ones(4))
+    op = xk.numba_cuda_kernel(kernel, like_first, zero_outputs=True, **BLOCK)
+    run = program_for_cuda(jax.vmap(op), jnp.ones(4))
     kernel.py_func.__globals__["table"] = None
     gc.collect()
     assert array() is not None

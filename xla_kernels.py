@@ -5132,12 +5132,14 @@ class _CudaKernel(_CudaWrapper):
         shown = " or ".join(names)
         fix = f"Write to an output, or list the input in in_out_argnames=[{names[0]}]."
         if readonly_error:
+            if _find_advice(_plain_text(readonly_error)) == _READ_ONLY_ADVICE:
+                raise TypeError(f"{rule} writes to input {shown}. {fix}\n{readonly_error}") from readonly_error
             raise TypeError(
                 f"{rule} may write to input {shown}: it compiles only for writable arrays. {fix} If it only reads "
                 "the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
                 f"Numba's error for read-only arrays:\n{readonly_error}"
             ) from readonly_error
-        statement = _find_store_to_readonly(dispatcher, compiled)
+        statement = _find_store_to_readonly(dispatcher, compiled, self.package.array_types(signature))
         if statement:
             raise TypeError(
                 f"{rule} may write to input {shown}: Numba CUDA ignores that the array is read-only in "
@@ -5179,15 +5181,15 @@ def _has_helper_for_writable_arrays(function: Any) -> bool:
 _CUDA_STORES = frozenset("stcg stcs stwb stwt".split())
 
 
-def _find_store_to_readonly(dispatcher: Any, compiled: Any) -> str | None:
+def _find_store_to_readonly(dispatcher: Any, compiled: Any, argument_types: tuple) -> str | None:
     """Return a statement in which Numba CUDA may store to a read-only array; None if there is none.
 
     The types that Numba inferred for a kernel and its helpers show these statements: atomics, stores with cache hints,
     stores through `.flat` and, in numba-cuda-mlir 0.6.0, writable results of `.view`.
     """
-    if compiled.type_annotation is None:  # from Numba's cache, which has no types
+    if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
         uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
-        compiled = uncached.compile(compiled.signature.args)
+        compiled = uncached.compile(argument_types)
     annotations = [compiled.type_annotation]
     for annotation in annotations:  # the list grows in this loop
         for statement, signature in annotation.calltypes.items():
@@ -5378,17 +5380,21 @@ class _NumbaCuda:
         Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because helpers
         with explicit signatures accept only these.  Return the compiled kernel, and the error for read-only arrays.
         """
+        try:
+            return dispatcher.compile(self.array_types(signature)), None
+        except Exception as error:
+            try:
+                return dispatcher.compile(self.array_types(signature, readonly=False)), error
+            except Exception:
+                raise _compile_error(self.module, signature, error) from error
+
+    def array_types(self, signature: _Signature, readonly: bool = True) -> tuple:
+        """Return the package's types of all buffers.  Inputs are read-only by default."""
         import numba
 
         # The CUDA target that is part of Numba uses Numba's types.
-        nbtypes = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
-        try:
-            return dispatcher.compile(_array_types(nbtypes, signature)), None
-        except Exception as error:
-            try:
-                return dispatcher.compile(_array_types(nbtypes, signature, readonly=False)), error
-            except Exception:
-                raise _compile_error(self.module, signature, error) from error
+        types_module = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
+        return _array_types(types_module, signature, readonly)
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
