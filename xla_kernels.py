@@ -4156,12 +4156,15 @@ class _VariableUses:
 
     def add_call(self, viewed: list, call: Any) -> None:
         """Add the uses in a call.  `viewed` gets the variables of which the result may be a view."""
+        from numba.core import ir
+
         callee = self.definitions[call.func.name]
         only_read = _arguments_only_read(callee, self.call_stack)
         for position, argument in enumerate(call.args):
             (viewed if position in only_read else self.stored).append(argument)
         self.stored += [argument for _, argument in call.kws] + ([call.vararg] if call.vararg else [])
-        is_view = getattr(callee, "_kws", {}).get("attr") == "view"  # a method may also store to its object: `x.sort()`
+        # A method may store to its object, such as `x.sort()`.  Only `x.view` is known to return a view.
+        is_view = isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view"
         (viewed if is_view else self.stored).append(call.func)
 
 
@@ -5076,7 +5079,7 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_config(call.ins, _cuda_grid_rank(self.kernel))
+        launch = self._launch_config(call.ins, checks_indices=True)
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
@@ -5146,10 +5149,10 @@ class _CudaKernel(_CudaWrapper):
                 f"{statement}. {fix}"
             )
 
-    def _launch_config(self, ins: Sequence[Spec], n_indices: int = 0) -> tuple:
+    def _launch_config(self, ins: Sequence[Spec], checks_indices: bool = False) -> tuple:
         """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
 
-        `n_indices` is the number of indices that the kernel gets from `cuda.grid`, or 0 if it is unknown.
+        If `checks_indices`, raise an error if `launch_dims` does not fit the number of indices of `cuda.grid`.
         """
         options = self.options
         dims = self._option_value("launch_dims", ins)
@@ -5157,7 +5160,7 @@ class _CudaKernel(_CudaWrapper):
             return *_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem
         threads = _dim3("launch_dims", dims)
         rank = np.size(dims)  # 1 for an int
-        if n_indices:
+        if checks_indices and (n_indices := _cuda_grid_rank(self.kernel)):  # 0: unknown
             _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
         block = _CUDA_BLOCKS.get(rank, (options.threads_per_block, 1, 1))
         grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
