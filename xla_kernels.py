@@ -1374,23 +1374,27 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 class _CallParams:
     """The parameter of the primitive: the buffers of one slice, the target, and the batch.
 
-    The primitive returns only the first `n_results` of `outs`.  The custom call also returns the scratch buffers.
+    The primitive returns the outputs.  For XLA, the scratch buffers are results of the custom call, after the outputs.
     """
 
     ins: tuple[Spec, ...]
-    outs: tuple[Spec, ...]  # the outputs of the kernel, then its scratch buffers
-    n_results: int  # the number of outputs without scratch buffers
-    aliases: tuple[tuple[int, int], ...]  # (i, j): outs[j] starts with the value of input i
-    zeroed: tuple[int, ...]  # the indices in `outs` of the buffers that start from zeros
+    outs: tuple[Spec, ...]
+    scratch: tuple[Spec, ...]
+    aliases: tuple[tuple[int, int], ...]  # (i, j): output j starts with the value of input i
+    zeroed: tuple[int, ...]  # indices in `outs + scratch` of the buffers that start from zeros
     has_side_effect: bool
     target: Any = None  # a `_Target`, once it is found
     batch: tuple[int, ...] = ()  # one leading dimension per `vmap`, the innermost `vmap` last
 
+    @property
+    def buffers(self) -> tuple[Spec, ...]:
+        """The specs of the buffers, in the order in which the handler gets them."""
+        return self.ins + self.outs + self.scratch
+
     def signature(self, label: str) -> _Signature:
         """Return the signature of the handler for this call.  The label names the kernel."""
-        specs = self.ins + self.outs
-        dtypes = tuple(np.dtype(spec.dtype) for spec in specs)
-        ranks = tuple(len(spec.shape) for spec in specs)
+        dtypes = tuple(np.dtype(spec.dtype) for spec in self.buffers)
+        ranks = tuple(len(spec.shape) for spec in self.buffers)
         return _Signature(label, len(self.ins), dtypes, ranks, self.aliases, self.zeroed)
 
     def bind(self, args: Sequence) -> list:
@@ -1404,8 +1408,7 @@ def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     # (`_call_batching`).
     axes_per_dim = [[x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch))]
     partition = _batch_partition(axes_per_dim)
-    results = call.outs[: call.n_results]
-    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in results]
+    avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in call.outs]
     if call.has_side_effect:
         return avals, _side_effect()
     return avals, frozenset()
@@ -1419,12 +1422,12 @@ def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
         sizes[i] = size  # the output of each slice starts with a value of its own
     operands = list(map(_batch_in_front, args, dims, sizes))
     batched = dataclasses.replace(call, batch=(size, *call.batch))
-    return batched.bind(operands), [0] * call.n_results
+    return batched.bind(operands), [0] * len(call.outs)
 
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
     """Return zero tangents if all results are integers; otherwise raise an error."""
-    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs[: call.n_results]):
+    if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
         raise TypeError(
             f"{call.target.title} has no (further) derivative. {call.target.derivative_advice}Use jax.custom_vjp for "
             "grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
@@ -1452,13 +1455,13 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
     # If no kernel runs, write no custom call.  In a command buffer, XLA rejects one that launches nothing (jax < 0.10).
     if call.target.is_noop or 0 in call.batch:
         return _lower_initial_values(ctx, operands, call.aliases)
-    outs = [jax.core.ShapedArray((*call.batch, *out.shape), out.dtype) for out in call.outs]
-    n_partitioned = _num_partitioned_dims(ctx, call, outs, n_devices)
+    avals_out = [jax.core.ShapedArray((*call.batch, *x.shape), x.dtype) for x in call.outs + call.scratch]
+    n_partitioned = _num_partitioned_dims(ctx, call, avals_out, n_devices)
     if n_partitioned:
-        results = _lower_partitioned_call(ctx, operands, call, outs, n_partitioned)
+        results = _lower_partitioned_call(ctx, operands, call, avals_out, n_partitioned)
     else:
-        results = _lower_custom_call(ctx, operands, call, ctx.avals_in, outs)
-    return _protect_results(ctx, results, n_outs=len(outs))
+        results = _lower_custom_call(ctx, operands, call, ctx.avals_in, avals_out)
+    return _protect_results(ctx, results, returns_tuple=len(avals_out) > 1)
 
 
 def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -1474,31 +1477,31 @@ def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, 
 
 
 def _lower_custom_call(
-    ctx: Any, operands: Any, call: _CallParams, ins: Sequence, outs: Sequence, **attributes: Any
+    ctx: Any, operands: Any, call: _CallParams, avals_in: Sequence, avals_out: Sequence, **attributes: Any
 ) -> Any:
-    """Return the results of the custom call, without scratch buffers.
+    """Return the outputs of the custom call, without scratch buffers.
 
     Args:
       ctx, operands: the context of the lowering rule, and its operands.
       call: the parameter of the primitive.
-      ins, outs: the abstract values of the operands, and of the outputs and scratch buffers.
+      avals_in, avals_out: the abstract values of the operands, and of the outputs and scratch buffers.
       attributes: more attributes of the custom call.
     """
     platform, *_ = _lowering_platforms(ctx)  # only one: the rule is registered per platform
     target = call.target.prepare_lowering(platform, bool(call.batch))
     if platform == "cpu":
-        operands = _protect_aliased_operands(ctx, operands, call, ins)
+        operands = _protect_aliased_operands(ctx, operands, call, avals_in)
     lower = jax.ffi.ffi_lowering(
         target.name,
         operand_output_aliases=dict(call.aliases),  # XLA may ignore this; the handler copies if it does
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
-    values = lower(ctx.replace(avals_in=ins, avals_out=outs), *operands, launch=np.array(target.launch, np.int64))
-    return values[: call.n_results]
+    ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
+    return lower(ctx, *operands, launch=np.array(target.launch, np.int64))[: len(call.outs)]
 
 
-def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: Sequence) -> Any:
+def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals: Sequence) -> Any:
     """Put a barrier before aliased operands, so that XLA does not fuse their producers (CPU).
 
     In a loop over a `v` of 20 MB, `kernel(v.at[i].set(2.0), i)` would take 1,400 instead of 1 us per step (jax 0.12),
@@ -1507,20 +1510,19 @@ def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, ins: S
     """
     if not call.aliases:
         return operands
-    return _lower_barriers(ctx, operands, ins, {i for i, _ in call.aliases})
+    return _lower_barriers(ctx, operands, avals, {i for i, _ in call.aliases})
 
 
-def _protect_results(ctx: Any, results: Any, n_outs: int) -> Any:
+def _protect_results(ctx: Any, results: Any, returns_tuple: bool) -> Any:
     """Keep two incorrect passes of XLA away from the results of a custom call (jax 0.11.2 and 0.12).
 
     - GPUs: a dynamic-slice fusion lets a custom call write directly into the array that a dynamic-update-slice updates,
       even if the call reads this array.
-    - All platforms: loop-invariant code motion fails for a custom call whose outputs are the whole state of a
-      `while_loop`.  The pass mistakes the call for a `tuple` instruction, and its operands for the tuple's elements.
+    - All platforms: loop-invariant code motion fails for a custom call that returns a tuple, if its outputs are the
+      whole state of a `while_loop`.  The pass mistakes the call for a `tuple` instruction, and its operands for the
+      tuple's elements.
     """
-    may_be_fused = "cuda" in _lowering_platforms(ctx)
-    may_be_loop_state = n_outs > 1  # only then does the custom call return a tuple
-    if may_be_fused or may_be_loop_state:
+    if returns_tuple or "cuda" in _lowering_platforms(ctx):
         return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
     return results
 
@@ -1591,17 +1593,17 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # - The dimensions of a slice are gathered.  Only `jax.shard_map` partitions them.
 
 
-def _num_partitioned_dims(ctx: Any, call: _CallParams, outs: Sequence, n_devices: int) -> int:
+def _num_partitioned_dims(ctx: Any, call: _CallParams, avals_out: Sequence, n_devices: int) -> int:
     """Return the number of leading batch dimensions that XLA may partition over the devices."""
-    arrays = (*ctx.avals_in, *outs)
+    arrays = (*ctx.avals_in, *avals_out)
     has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)  # Shardy's rule needs them
-    if n_devices == 1 or not outs or not has_known_sizes:
+    if n_devices == 1 or not avals_out or not has_known_sizes:
         return 0
     return len(list(itertools.takewhile(lambda size: size % n_devices == 0, call.batch)))
 
 
-def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Sequence, n_partitioned: int) -> Any:
-    """Return the results of a custom call whose first `n_partitioned` batch dimensions XLA may partition."""
+def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, avals_out: Sequence, n_partitioned: int) -> Any:
+    """Return the outputs of a custom call whose first `n_partitioned` batch dimensions XLA may partition."""
     batch = call.batch
     depth = len(batch)
     replicated_mask = _replicated_operands(ctx.avals_in, depth)
@@ -1614,7 +1616,7 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
         return jax.core.ShapedArray(slice_shape if is_replicated else (*leading, *slice_shape), x.dtype)
 
     reshaped_ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
-    reshaped_outs = list(map(reshaped_aval, outs))
+    reshaped_outs = list(map(reshaped_aval, avals_out))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
@@ -1634,25 +1636,25 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, outs: Se
     }
     operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_ins)
     results = _lower_custom_call(ctx, operands, call, reshaped_ins, reshaped_outs, **attributes)
-    return _lower_without_shardings(reshape_results, ctx, results, reshaped_outs[: call.n_results], ctx.avals_out)
+    return _lower_without_shardings(reshape_results, ctx, results, reshaped_outs[: len(call.outs)], ctx.avals_out)
 
 
 def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
-    """Return for each operand whether it is replicated.
+    """Return for each operand whether it is replicated, because all slices share it.
 
-    An operand is replicated if all slices share it: its batch dimensions all have size 1.  There is one exception.
-    Where the shardings of operands differ, XLA uses that of operand 0 for all of them (FindCommonSharding).  With two
-    shared operands, of which the second follows a batched one, XLA would then gather the batched operand.  In this
-    case operand 0 is broadcast instead.  For example, if x is batched, and v and w are shared:
+    There is one exception.  If a shared operand follows a batched one, XLA uses the sharding of operand 0 for all
+    operands (FindCommonSharding).  So operand 0 must then be partitioned, even if it is shared.  For example, if x is
+    batched, and v and w are shared:
 
         operands (v, x)       v is replicated
         operands (x, w)       w is replicated
         operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
-    shared_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
-    first_batched = shared_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
-    is_first_replicated = shared_mask[0] and not any(shared_mask[first_batched:])
-    return [is_first_replicated, *shared_mask[1:]]
+    replicated_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
+    first_batched = replicated_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
+    if any(replicated_mask[first_batched:]):
+        replicated_mask[0] = False
+    return replicated_mask
 
 
 def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
@@ -1985,8 +1987,8 @@ class _Wrapper(_PickledByReference):
         new_buffers = [j for j in range(len(outs) + len(scratch)) if j not in aliases.values()]
         call = _CallParams(
             ins=tuple(ins),
-            outs=(*outs, *scratch),
-            n_results=len(outs),
+            outs=tuple(outs),
+            scratch=tuple(scratch),
             aliases=tuple(aliases.items()),
             zeroed=() if self.options.zero_outputs is False else tuple(new_buffers),
             has_side_effect=self.options.has_side_effect,
@@ -2003,8 +2005,7 @@ class _Wrapper(_PickledByReference):
 
     def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], why_not: str) -> None:
         """Raise an error if a buffer has a dtype that the backend does not have."""
-        outs, scratch = call.outs[: call.n_results], call.outs[call.n_results :]
-        for kind, specs in (("input", call.ins), ("output", outs), ("scratch buffer", scratch)):
+        for kind, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     raise TypeError(
@@ -2092,7 +2093,7 @@ class _Wrapper(_PickledByReference):
         """
         n_in = len(call.ins)
         extra = self.parameters[n_in:][: len(self.in_outs)]
-        if not extra or len(self.parameters) != n_in + len(call.outs):
+        if not extra or len(self.parameters) != len(call.buffers):
             return
         parameters = inspect.signature(_py_func(self.kernel)).parameters
         # A parameter with a default need not be an output.
@@ -3518,7 +3519,7 @@ class _NumbaWrapper(_Wrapper):
         them, too.
         """
         n_inputs = len(call.ins)
-        n_buffers = n_inputs + len(call.outs)
+        n_buffers = len(call.buffers)
         input_buffers = list(range(n_inputs))
         for in_out_number, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
             input_buffers[self.parameters.index(name)] = n_inputs + in_out_number
@@ -3528,8 +3529,7 @@ class _NumbaWrapper(_Wrapper):
         scalars = frozenset(i for i in zero_dim if i < len(self.parameters) and self.parameters[i] in self.scalars)
         self._check_scalars(call.ins)
         maps = [_ArgumentMap(n_buffers, (*input_buffers, *new_buffers), scalars)]
-        has_scratch = len(call.outs) > call.n_results
-        if may_return and new_buffers and not has_scratch:
+        if may_return and new_buffers and not call.scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, results=new_buffers))
         kernel_signature = inspect.signature(_py_func(self.kernel))
         fitting_maps = []
@@ -3590,7 +3590,7 @@ class _NumbaKernel(_NumbaWrapper):
         checks_outputs = self.options.zero_outputs is None
 
         def compile_handler() -> _CompiledHandler:
-            compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, call.n_results, checks_outputs)
+            compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, len(call.outs), checks_outputs)
             return compiler.compile_handler(argument_maps, in_order)
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
@@ -4727,7 +4727,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, analysis: _StoreAnalysis
     for name, buffer in buffers.items():
         if buffer < n_in and buffer not in aliases and analysis.stores[name]:
             raise _written_input_error(wrapper.title, name, analysis.stores[name][0])
-        is_result = n_in <= buffer < n_in + call.n_results
+        is_result = n_in <= buffer < n_in + len(call.outs)
         is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
         if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
@@ -5094,7 +5094,7 @@ class _CudaKernel(_CudaWrapper):
                     self.kernel,
                     argument_map,
                     signature,
-                    call.n_results,
+                    len(call.outs),
                     title=self.title,
                     parameters=self.parameters,
                     index="i",
@@ -5243,7 +5243,7 @@ class _CudaCallable(_CudaWrapper):
     def _find_target(self, call: _CallParams) -> _Target:
         function = getattr(self.kernel, "__func__", self.kernel)  # of a method
         package = _callable_package(function)
-        _check_call_signature(inspect.signature(self.kernel), self.title, [*call.ins, *call.outs, "a stream"])
+        _check_call_signature(inspect.signature(self.kernel), self.title, [*call.buffers, "a stream"])
         aliased = dict(call.aliases)
         read_only = frozenset(range(len(call.ins))).difference(aliased)
         if _has_helper_for_writable_arrays(function):
@@ -6159,15 +6159,15 @@ class _WarpKernel(_Wrapper):
         place among the inputs.  In the call, it is two buffers: an input, and one of the first outputs.
         """
         n_in = len(call.ins)
-        specs = call.ins + call.outs
+        specs = call.buffers
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # the parameter of each buffer
         if len(names) != len(specs):
             raise self._wrong_arity(
-                f"got {n_in} inputs and {len(call.outs)} outputs, including scratch. An in-out argument is both, "
+                f"got {n_in} inputs and {len(specs) - n_in} outputs, including scratch. An in-out argument is both, "
                 "and is listed in in_out_argnames."
             )
         for buffer, (name, spec) in enumerate(zip(names, specs)):
-            role = "input" if buffer < n_in else "output" if buffer < n_in + call.n_results else "scratch"
+            role = "input" if buffer < n_in else "output" if buffer < n_in + len(call.outs) else "scratch"
             self.warp_params[name].check_array(spec, "in-out" if name in self.in_outs else role)
         # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
@@ -6185,7 +6185,7 @@ class _WarpKernel(_Wrapper):
           buffer_of: {(parameter, "data" or "grad"): index of the buffer of the array or of its gradient}.
           user_ins: the specs of the user's inputs, for options that are functions.
         """
-        specs = call.ins + call.outs
+        specs = call.buffers
         arrays = []
         for (name, field), buffer in buffer_of.items():
             arrays.append(_WarpArray(name, field, buffer, self.warp_params[name].array_dims(specs[buffer].shape)))
@@ -6319,7 +6319,7 @@ class _WarpKernel(_Wrapper):
         call = _CallParams(
             ins=tuple(operands.values()),
             outs=tuple(results.values()),
-            n_results=len(results),
+            scratch=(),
             aliases=tuple((list(operands).index(key), result) for result, key in enumerate(overwritten)),
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
