@@ -488,19 +488,15 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 #
 # XLA programs refer to handlers by target names, which XLA looks up in the process that runs the program.  The program
 # may come from JAX's persistent cache or from another process.  Therefore two kernels of one process that may differ
-# must never have the same target name.  Numba kernels get their targets by these rules.  The table in 3.3 adds Warp.
+# must never have the same target name.
 #
-# - Numba reads captured values once, when it compiles a kernel.  So a kernel object keeps its target even if they are
-#   reassigned.
-# - If a `def` statement runs again, or a plain function is wrapped again, the new kernel is compared with earlier ones.
-#   If its fingerprint (code, options, captured values) equals an earlier one, it shares that target.  Without this
-#   sharing, each call of a function that defines a kernel would compile it again, and each copy would stay registered
-#   forever.  Kernels that `_is_reusable` excludes never share a target.  Nor do callables and simulated kernels,
-#   because Python reads their globals on each run.
-# - Without the user's `name=`, a target name contains a hash of the fingerprint's text, so programs in JAX's persistent
-#   cache find their kernels.  Different kernels may have equal texts.  If a name is in use, it gets a number, which
-#   depends on the order in which kernels are created.  That is safe: the key of JAX's cache contains the name, and XLA
-#   looks the name up in the running process.  At worst a cached program is not found.
+# - Equal kernels share a target.  Numba kernels are equal if they have the same fingerprint (code, options and captured
+#   values; 3.2), for example if a `def` statement runs again.  Warp kernels are equal if Warp's hashes are.  Without
+#   this sharing, each call of a function that defines a kernel would compile it again, and each copy would stay
+#   registered forever.
+# - Some Numba kernels never share a target, because a fingerprint does not cover all that they do: those that
+#   `_is_reusable` excludes, and callables and simulated kernels, for which Python reads globals on each run.
+# - A Numba kernel keeps its target even if captured values are reassigned, because Numba reads them once.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -564,12 +560,12 @@ def _referenced_names(code: types.CodeType) -> tuple[str, ...]:
 _EMPTY_CODE = compile("", "", "exec")
 
 
-def _code_and_nested(code: types.CodeType) -> list[types.CodeType]:
-    """Return a code object, followed by those of nested functions."""
-    codes = [code]
-    for each in codes:  # the list grows in this loop
-        codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
-    return codes
+def _code_and_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object, followed by those of nested functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_and_nested(constant)
 
 
 def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
@@ -593,26 +589,34 @@ def _captured_values(function: Any) -> list[tuple[str, Any]]:
     """
     if not isinstance(function, types.FunctionType):
         return []
-    variables = _captured_variables(function).items()
-    keyword_defaults = (function.__kwdefaults__ or {}).items()
-    values = [*variables, *keyword_defaults, ("defaults", function.__defaults__)]
-    return _with_parts(values, _referenced_names(function.__code__))
+    values = _captured_variables(function)
+    values["(defaults)"] = function.__defaults__
+    values["(keyword defaults)"] = tuple((function.__kwdefaults__ or {}).items())
+    attributes = _referenced_names(function.__code__)
+    return [pair for name in values for pair in _with_parts(name, values[name], attributes)]
 
 
-def _with_parts(values: Iterable[tuple[str, Any]], attributes: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """Return (name, value) pairs, followed by pairs for the items of tuples and lists, and for attributes of modules.
+def _with_parts(
+    name: str, value: Any, attributes: Sequence[str] = (), containers: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value), followed by pairs for the items of a tuple or list, or for attributes of a module.
 
-    Attributes are included if their names are in `attributes`, and if the module is not part of a library.
+    Args:
+      name, value: the pair.  Items have the name of their tuple or list.
+      attributes: the names of the attributes to include, except those of library modules.
+      containers: the `id` of each tuple, list and module that contains the value, because it may contain itself.
     """
-    found: list[tuple[str, Any, tuple]] = [(name, value, ()) for name, value in values]
-    searched = set()  # modules, which may refer to each other
-    for name, value, containers in found:  # the list grows in this loop
-        if isinstance(value, (tuple, list)) and id(value) not in containers:  # a list may contain itself
-            found += [(name, item, (*containers, id(value))) for item in value]
-        elif isinstance(value, types.ModuleType) and not _is_library_module(value.__name__) and value not in searched:
-            searched.add(value)
-            found += [(attribute, vars(value)[attribute], ()) for attribute in attributes if attribute in vars(value)]
-    return [(name, value) for name, value, _ in found]
+    yield name, value
+    if id(value) in containers:
+        return
+    containers = (*containers, id(value))
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _with_parts(name, item, attributes, containers)
+    elif isinstance(value, types.ModuleType) and not _is_library_module(value.__name__):
+        for attribute in attributes:
+            if attribute in vars(value):
+                yield from _with_parts(attribute, vars(value)[attribute], attributes, containers)
 
 
 def _kernel_and_helpers(kernel: Any) -> list[Any]:
@@ -696,7 +700,8 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     # never shares with one without.
     options["cache"] = type(getattr(function, "_cache", None)).__name__
     options["code"] = getattr(python_function, "__code__", None)
-    return [*_with_parts(sorted(options.items())), *_captured_values(python_function)]
+    option_values = [pair for name in sorted(options) for pair in _with_parts(name, options[name])]
+    return option_values + _captured_values(python_function)
 
 
 _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type(...))
@@ -738,7 +743,7 @@ def _inexact_text(value: Any) -> str:
 def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
     # Constants are numbers, texts, tuples, frozensets and code, so each has an exact text.
-    constants = [_exact_text(constant) for _, constant in _with_parts([("", code.co_consts)])]
+    constants = [_exact_text(constant) for _, constant in _with_parts("", code.co_consts)]
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, *counts
     return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {constants}"
@@ -778,19 +783,18 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 
 
 # -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
-# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, where the prefix is the user's `name=`, or the names of this
-# module and of the kernel.  A registered name is permanent, and unique in the process.
+# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`.  A registered name is permanent, and unique in the process.
 #
-#     kernel                shares its target with              the hash covers
-#     Numba, reusable       kernels with equal fingerprints     the specialization, and the text of the fingerprint
-#     Numba, not reusable   no other kernel                     the specialization, and the text of the fingerprint
-#     Warp                  kernels with the same hash by       the specialization, including that hash
-#                           Warp, which compiles them once
-#     any, with `name=`     as above                            only platform, signature and launch layout, so edits and
-#                                                               options do not change it
+#                      prefix                              the hash covers
+#     with `name=`     the user's name                     the platform, the signature and the launch layout
+#     without          the names of module and kernel      the specialization, with the text of its fingerprint
 #
-# If a name is in use already, a number follows, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  With `name=`, that is
-# an error.
+# - With `name=`, exported programs find the kernel even if its code or options were edited.  A name that is in use
+#   already is an error.
+# - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
+#   have equal texts, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  The
+#   number depends on the order in which kernels are created.  That is safe: the key of JAX's cache contains the name,
+#   and XLA looks the name up in the running process.  At worst a cached program is not found.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
@@ -803,7 +807,7 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
 #     kernel               as long as its wrappers, and forever   its wrappers; `_WarpTarget`; `_CudaBatch`, which
 #                          for Numba CUDA                         compiles it again for batch launches
-#     captured values      forever, if the kernel is reusable     the keys of `names_by_fingerprint`
+#     captured values      forever, if the kernel is reusable     the keys of `_TargetRegistry.shared_names`
 #     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
 #     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
@@ -839,19 +843,16 @@ class _Specialization(NamedTuple):
     platform: str  # "cpu" or "cuda"
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
+    fingerprint: _Fingerprint = _Fingerprint("", ())  # of a Numba kernel; the registry adds it
 
-    def base_name(self, fingerprint_text: str) -> str:
-        """Return the target name without a number.
-
-        `fingerprint_text` is empty for Warp, because `options` contains Warp's hash.
-        """
+    def base_name(self) -> str:
+        """Return the target name without a number."""
         parts = [self.platform, str(self.signature), self.launch_layout]
         if self.requested_name:
-            # An exported program finds the kernel even if its code or options were edited.
             prefix = self.requested_name
         else:
             prefix = f"{__name__}.{self.signature.label}"
-            parts += [str(self.signature.zeroed), fingerprint_text, *map(str, self.options)]
+            parts += [str(self.signature.zeroed), self.fingerprint.text, *map(str, self.options)]
         return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
 
 
@@ -869,12 +870,12 @@ class _TargetRegistry:
     """
 
     def __init__(self) -> None:
-        # {owner: {specialization: target name}}.  The owner is a dispatcher, or the wrapper of a plain function.
+        # {owner: {specialization: target name}} of Numba kernels.  The owner is a dispatcher, which captures values
+        # once, or the wrapper of a plain function, because each wrapper captures them again.
         self.names_by_owner: Any = weakref.WeakKeyDictionary()
-        # {(specialization, fingerprint, first overloads of helpers): target name}, only of reusable Numba kernels.
-        self.names_by_fingerprint: dict[tuple, str] = {}
-        # {specialization: target name}, only of Warp kernels.
-        self.names_by_content: dict[_Specialization, str] = {}
+        # {(specialization, first overloads of the helpers): target name} of Warp kernels, which have no such overloads,
+        # and of reusable Numba kernels.
+        self.shared_names: dict[tuple[_Specialization, tuple], str] = {}
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
         self.compile_lock = threading.RLock()  # costs no time, because Numba compiles on one thread at a time, too
 
@@ -890,51 +891,47 @@ class _TargetRegistry:
         `freezes_globals` is False if Python reads globals on each run: in callables, and in Numba's simulator.
         """
         kernel = wrapper.kernel
-        # A dispatcher captures values once.  Each wrapper of a plain function captures them again.
         owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
         with _REGISTRY_LOCK:
             names = self.names_by_owner.setdefault(owner, {})
         if specialization not in names:
             with self.compile_lock:
                 if specialization not in names:  # otherwise another thread has compiled the kernel in the meantime
+                    with_fingerprint = specialization._replace(fingerprint=_fingerprint(kernel))
                     if freezes_globals and _is_reusable(kernel):
-                        name = self._find_or_register(kernel, specialization, compile_handler)
+                        name = self._share_or_compile(kernel, with_fingerprint, compile_handler)
                     else:
-                        name = self._compile_and_register(specialization, compile_handler, _fingerprint(kernel).text)
+                        name = self._compile_and_register(with_fingerprint, compile_handler)
                     names[specialization] = name
         return names[specialization]
 
-    def _find_or_register(
+    def _share_or_compile(
         self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandlerFunction
     ) -> str:
         """Return the target name of the kernels that are equal to this one.  Only the first of them is compiled."""
-        fingerprint = _fingerprint(kernel)
-        key = specialization, fingerprint, _first_overloads(kernel)
-        if key not in self.names_by_fingerprint:
-            name = self._compile_and_register(specialization, compile_handler, fingerprint.text)
-            # The next equal kernel will see compiled helpers, so store the name under that key.
-            key = specialization, fingerprint, _first_overloads(kernel)
-            self.names_by_fingerprint[key] = name
-        return self.names_by_fingerprint[key]
+        name = self.shared_names.get((specialization, _first_overloads(kernel)))
+        if name is None:
+            name = self._compile_and_register(specialization, compile_handler)
+            # The next equal kernel will see compiled helpers, so their overloads are looked up again.
+            self.shared_names[specialization, _first_overloads(kernel)] = name
+        return name
 
     def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
-        """Return the target name of a Warp kernel.  Compile and register its handler if there is none of its content.
+        """Return the target name of a Warp kernel.  If no equal kernel has a target, compile and register the handler.
 
         The caller holds `_WARP_LOCK`.
         """
-        if specialization not in self.names_by_content:
-            name = self._compile_and_register(specialization, compile_handler)
-            self.names_by_content[specialization] = name
-        return self.names_by_content[specialization]
+        key = specialization, ()
+        if key not in self.shared_names:
+            self.shared_names[key] = self._compile_and_register(specialization, compile_handler)
+        return self.shared_names[key]
 
-    def _compile_and_register(
-        self, specialization: _Specialization, compile_handler: _CompileHandlerFunction, fingerprint_text: str = ""
-    ) -> str:
+    def _compile_and_register(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
         """Compile a handler, register it under an unused target name, and return the name.
 
         The name is reserved last.  If the compilation or the registration fails, the name stays free.
         """
-        base_name = specialization.base_name(fingerprint_text)
+        base_name = specialization.base_name()
         _check_name_is_free(base_name, specialization)
         compiled = compile_handler()
         with _REGISTRY_LOCK:
