@@ -69,7 +69,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     `_op_lowering`                              chooses the backend, because now the platform is known
 #     `_OpCall.inline_kernel`, `_run_slice`       call a wrapper, as above
 #
-# - The order of a kernel's arguments is described at `_NumbaWrapper` and in `_WarpKernel._find_target`.
+# - The order of a kernel's arguments is described in 7.1, and in `_WarpKernel._find_target`.
 # - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
 #   and returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
 # - A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
@@ -207,20 +207,18 @@ def _local_devices(platform: str) -> list:
 # -- calling primitives, tracing, lowering -------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted_primitive(primitive: Any, **params: Any) -> Callable:
-    """Return a jitted function that binds a primitive with these parameters."""
-    bind: Any = functools.partial(primitive.bind, **params)
+def _define_impl(primitive: Any, param: str) -> None:
+    """Let JAX compile and run a primitive that is bound outside of `jax.jit`.  `param` names its only parameter."""
+    bind: Any = functools.partial(primitive.bind)
     bind.__name__ = bind.__qualname__ = primitive.name
     bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
-    return jax.jit(bind)
+    jitted = jax.jit(bind, static_argnames=param)
 
-
-def _run_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Compile and run a primitive on arrays.  JAX calls this if a primitive is bound outside of `jax.jit`."""
-    # Under `jax.disable_jit`, the jitted function would bind the primitive again, and so call this function forever.
-    with jax.disable_jit(False):
-        return _jitted_primitive(primitive, **params)(*args)
+    @primitive.def_impl
+    def impl(*args: Any, **params: Any) -> Any:
+        # Under `jax.disable_jit`, `jitted` would bind the primitive again, and so call this function forever.
+        with jax.disable_jit(False):
+            return jitted(*args, **params)
 
 
 def _lowering_platforms(ctx: Any) -> Sequence[str]:
@@ -582,11 +580,12 @@ def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
     return variables
 
 
-def _captured_values(function: Any) -> list[tuple[str, Any]]:
-    """Return a (name, value) pair for each variable and default of a function, and for each part of these values.
+def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
+    """Return a (name, value) pair for each variable and default of a kernel, and for each part of these values.
 
-    If the object is not a Python function, return no pairs.
+    If the kernel has no Python function, return no pairs.
     """
+    function = _py_func(kernel)
     if not isinstance(function, types.FunctionType):
         return []
     values = _captured_variables(function)
@@ -623,7 +622,7 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
     """Return a kernel, followed by its helpers: the jitted functions that it references, directly or indirectly."""
     functions = [kernel]
     for function in functions:  # the list grows in this loop
-        for _, value in _captured_values(_py_func(function)):
+        for _, value in _captured_values(function):
             if _decorated_backend(value) in ("numba", "numba_cuda") and value not in functions:
                 functions.append(value)
     return functions
@@ -631,7 +630,7 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
 
 def _all_captured_values(kernel: Any) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of all values that a kernel and its helpers capture."""
-    return [pair for function in _kernel_and_helpers(kernel) for pair in _captured_values(_py_func(function))]
+    return [pair for function in _kernel_and_helpers(kernel) for pair in _captured_values(function)]
 
 
 # -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
@@ -690,7 +689,6 @@ def _fingerprint(kernel: Any) -> _Fingerprint:
 
 def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each option, the code and each captured value of one function."""
-    python_function = _py_func(function)
     options = dict(getattr(function, "targetoptions", {}))
     options["chip"] = None  # numba_cuda_mlir assigns this option when it compiles
     options["locals"] = sorted(getattr(function, "locals", {}).items())
@@ -699,9 +697,9 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     # With `cache=True`, machine code may come from a file, with other captured values.  So a kernel with `cache=True`
     # never shares with one without.
     options["cache"] = type(getattr(function, "_cache", None)).__name__
-    options["code"] = getattr(python_function, "__code__", None)
+    options["code"] = getattr(_py_func(function), "__code__", None)
     option_values = [pair for name in sorted(options) for pair in _with_parts(name, options[name])]
-    return option_values + _captured_values(python_function)
+    return option_values + _captured_values(function)
 
 
 _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type(...))
@@ -1154,6 +1152,12 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
     return Spec(shape, allowed)
 
 
+_FIXED_CAPACITY_ADVICE = (
+    "If a size depends on values, declare a fixed capacity, such as outs=jax.ShapeDtypeStruct((n,), dtype), and return "
+    "the count as one more output."
+)
+
+
 def _shape_error(subject: str, shape: Any) -> TypeError:
     """Return the error for a shape that is not a tuple of ints."""
     rule = f"{subject} must have a shape of ints"
@@ -1166,12 +1170,6 @@ def _shape_error(subject: str, shape: Any) -> TypeError:
         if isinstance(size, (tuple, list)):
             return TypeError(f"{rule}. {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
     return TypeError(f"{rule}; got {shape}. Compute sizes with integers: x.size // 2, or int(n).")
-
-
-_FIXED_CAPACITY_ADVICE = (
-    "If a size depends on values, declare a fixed capacity, such as outs=jax.ShapeDtypeStruct((n,), dtype), and return "
-    "the count as one more output."
-)
 
 
 # -- 4.2 Options that are functions of the inputs ------------------------------------------------------
@@ -1200,11 +1198,8 @@ def _arity_problem(option: Callable, name: str, n_in: int, parameters: Sequence[
         signature = inspect.signature(option)
     except (TypeError, ValueError):  # some builtins have no signature
         return ""
-    try:
+    with contextlib.suppress(TypeError):
         signature.bind(*[None] * n_in)
-    except TypeError:
-        pass
-    else:
         return ""
     taken = list(signature.parameters)
     names = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
@@ -1307,11 +1302,8 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
         raise TypeError(f"{name} is a jax.Ref. Pass its value, {variable}[...].")
     if isinstance(x, Spec):
         raise TypeError(f"{name} is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval_shape.")
-    try:
-        jax.typeof(x)
-    except TypeError:
-        pass  # perhaps an array of another library
-    else:
+    with contextlib.suppress(TypeError):
+        jax.typeof(x)  # raises the error if JAX does not accept `x`
         if not isinstance(x, np.ndarray):
             _INPUT_TYPES.add(type(x))
         return x
@@ -1486,7 +1478,7 @@ def _lower_custom_call(
     """
     platform, *_ = _lowering_platforms(ctx)  # only one: the rule is registered per platform
     target = call.target.prepare_lowering(platform, bool(call.batch))
-    if platform == "cpu":
+    if platform == "cpu" and call.aliases:
         operands = _protect_aliased_operands(ctx, operands, call, avals_in)
     lower = jax.ffi.ffi_lowering(
         target.name,
@@ -1505,8 +1497,6 @@ def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals:
     because a fusion cannot update `v` in place, and copies it.  On GPUs the barrier has no benefit, and would add a
     copy of an operand such as `w[i]`, which XLA otherwise passes as a part of `w`.
     """
-    if not call.aliases:
-        return operands
     return _lower_barriers(ctx, operands, avals, {i for i, _ in call.aliases})
 
 
@@ -1545,7 +1535,7 @@ def _lower_without_shardings(function: Callable, ctx: Any, operands: Sequence, i
 
 _call_p = Primitive("xla_kernel")
 _call_p.multiple_results = True
-_call_p.def_impl(functools.partial(_run_primitive, _call_p))
+_define_impl(_call_p, "call")
 _call_p.def_effectful_abstract_eval(_call_abstract_eval)
 ad.primitive_jvps[_call_p] = _call_jvp
 ad.primitive_transposes[_call_p] = _call_transpose
@@ -4230,7 +4220,7 @@ def _uses_object_mode(kernel: Any) -> bool:
     """
     for function in _kernel_and_helpers(kernel):
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-        type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
+        type_names = [type(value).__name__ for _, value in _captured_values(function)]
         if "objmode" in names or "_ObjModeContextType" in type_names:
             return True
     return False
@@ -5721,7 +5711,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     names = []
     for function in _kernel_and_helpers(kernel):
         only_read = _find_only_read(function)
-        captured = _captured_values(_py_func(function))
+        captured = _captured_values(function)
         names += [name for name, value in captured if _is_device_array(value) and name not in only_read]
     return names
 
@@ -7605,7 +7595,6 @@ class XLACustomKernel(_PickledByReference):
         self._lowered = {}
         self._generated = _BoundedCache()
         jax.clear_caches()
-        _jitted_primitive.cache_clear()
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -8141,7 +8130,7 @@ class _OpPrimitive(Primitive):
     def __init__(self, op: XLACustomKernel) -> None:
         super().__init__(op.name)
         self.op = op
-        self.def_impl(functools.partial(_run_primitive, self))
+        _define_impl(self, "_op_call")
         self.def_abstract_eval(self.as_jax_rule(_op_abstract_eval))
         ad.primitive_jvps[self] = self.as_jax_rule(_op_jvp)
         ad.primitive_transposes[self] = self.as_jax_rule(_op_transpose)
