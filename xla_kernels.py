@@ -1523,14 +1523,20 @@ def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[i
     return _lower_without_shardings(with_barriers, ctx, values, avals, avals)
 
 
-def _lower_without_shardings(function: Callable, ctx: Any, operands: Sequence, ins: Sequence, outs: Sequence) -> Any:
-    """Lower a function that only reshapes values or adds barriers, from types `ins` to types `outs`.
+def _lower_without_shardings(
+    function: Callable, ctx: Any, operands: Sequence, avals_in: Sequence, avals_out: Sequence
+) -> Any:
+    """Lower a function that only reshapes values or adds barriers.
 
     On meshes with explicit axes, types contain shardings.  The function is traced without them.
     """
-    avals_in, avals_out = [[jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (ins, outs)]
+
+    def without_shardings(avals: Sequence) -> list:
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in avals]
+
+    ctx = ctx.replace(avals_in=without_shardings(avals_in), avals_out=without_shardings(avals_out))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return _lower(function, ctx.replace(avals_in=avals_in, avals_out=avals_out), operands)
+        return _lower(function, ctx, operands)
 
 
 _call_p = Primitive("xla_kernel")
@@ -1602,12 +1608,12 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, avals_ou
         slice_shape = x.shape[depth:]
         return jax.core.ShapedArray(slice_shape if is_replicated else (*leading, *slice_shape), x.dtype)
 
-    reshaped_ins = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
-    reshaped_outs = list(map(reshaped_aval, avals_out))
+    reshaped_in = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
+    reshaped_out = list(map(reshaped_aval, avals_out))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, is_replicated in zip(operands, reshaped_ins, replicated_mask):
+        for x, aval, is_replicated in zip(operands, reshaped_in, replicated_mask):
             if not is_replicated:
                 x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
             reshaped.append(jax.lax.reshape(x, aval.shape))
@@ -1619,14 +1625,14 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, avals_ou
     n_common = n_partitioned + n_ones
     attributes = {
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_rank)}),
-        "sdy.sharding_rule": _sharding_rule(reshaped_ins, replicated_mask, reshaped_outs, n_common),
+        "sdy.sharding_rule": _sharding_rule(reshaped_in, replicated_mask, reshaped_out, n_common),
     }
-    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_ins)
-    results = _lower_custom_call(ctx, operands, call, reshaped_ins, reshaped_outs, **attributes)
-    return _lower_without_shardings(reshape_results, ctx, results, reshaped_outs[: len(call.outs)], ctx.avals_out)
+    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_in)
+    results = _lower_custom_call(ctx, operands, call, reshaped_in, reshaped_out, **attributes)
+    return _lower_without_shardings(reshape_results, ctx, results, reshaped_out[: len(call.outs)], ctx.avals_out)
 
 
-def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
+def _replicated_operands(avals_in: Sequence, depth: int) -> list[bool]:
     """Return for each operand whether it is replicated, because all slices share it.
 
     There is one exception.  If a shared operand follows a batched one, XLA uses the sharding of operand 0 for all
@@ -1637,14 +1643,14 @@ def _replicated_operands(ins: Sequence, depth: int) -> list[bool]:
         operands (x, w)       w is replicated
         operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
-    replicated_mask = [all(size == 1 for size in x.shape[:depth]) for x in ins]
+    replicated_mask = [all(size == 1 for size in x.shape[:depth]) for x in avals_in]
     first_batched = replicated_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
     if any(replicated_mask[first_batched:]):
         replicated_mask[0] = False
     return replicated_mask
 
 
-def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequence, n_common: int) -> Any:
+def _sharding_rule(avals_in: Sequence, replicated_mask: Sequence[bool], avals_out: Sequence, n_common: int) -> Any:
     """Return Shardy's sharding rule of a call.
 
     A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
@@ -1655,16 +1661,19 @@ def _sharding_rule(ins: Sequence, replicated_mask: Sequence[bool], outs: Sequenc
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
-    factor_sizes = list(outs[0].shape[:n_common])
-    mappings = []  # of the operands, then of the results: the numbers of the factors of all dimensions
-    for x, is_replicated in zip([*ins, *outs], [*replicated_mask, *[False] * len(outs)], strict=True):
+    factor_sizes = list(avals_out[0].shape[:n_common])
+
+    def assign_factors(x: Any, is_replicated: bool = False) -> Any:
         n_shared_factors = 0 if is_replicated else n_common
         own_sizes = x.shape[n_shared_factors:]
         own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
         factor_sizes.extend(own_sizes)
         dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared_factors), *own_factors)]
-        mappings.append(sdy.TensorMappingAttr.get(dims))
-    return sdy.OpShardingRuleAttr.get(factor_sizes, mappings[: len(ins)], mappings[len(ins) :])
+        return sdy.TensorMappingAttr.get(dims)
+
+    operand_factors = list(map(assign_factors, avals_in, replicated_mask))
+    result_factors = list(map(assign_factors, avals_out))
+    return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
 
 # -- 5.3 For wrappers and ops: the arguments of public functions, a cache, and pickles -----------------
@@ -1925,9 +1934,9 @@ class _Wrapper(_PickledByReference):
         return self._call_inputs(args)
 
     def _call_inputs(self, args: Sequence) -> Any:
-        is_traced = False
-        if not _INPUT_TYPES.issuperset(map(type, args)):
-            args, is_traced = _convert_inputs(args, self.title, self.parameters)
+        if _INPUT_TYPES.issuperset(map(type, args)):
+            return self._jitted(*args)
+        args, is_traced = _convert_inputs(args, self.title, self.parameters)
         return self._trace(*args) if is_traced else self._jitted(*args)
 
     def _bind_arguments(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
