@@ -4229,7 +4229,7 @@ def _uses_object_mode(kernel: Any) -> bool:
     """
     for function in _kernel_and_helpers(kernel):
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-        type_names = [type(value).__name__ for _, value in _captured_values(function)]
+        type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
         if "objmode" in names or "_ObjModeContextType" in type_names:
             return True
     return False
@@ -5720,7 +5720,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     names = []
     for function in _kernel_and_helpers(kernel):
         only_read = _find_only_read(function)
-        captured = _captured_values(function)
+        captured = _captured_values(_py_func(function))
         names += [name for name, value in captured if _is_device_array(value) and name not in only_read]
     return names
 
