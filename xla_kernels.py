@@ -1457,10 +1457,8 @@ def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, 
     """Return the outputs of a call that runs no kernel: aliased inputs, or zeros."""
 
     def initial_values(*ins: Any) -> list:
-        outs = list(map(_zeros, ctx.avals_out))
-        for i, j in aliases:
-            outs[j] = ins[i]
-        return outs
+        aliased = {j: ins[i] for i, j in aliases}
+        return [aliased[j] if j in aliased else _zeros(aval) for j, aval in enumerate(ctx.avals_out)]
 
     return _lower(initial_values, ctx, operands)
 
