@@ -1437,11 +1437,11 @@ def errors(wrap):
         (TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
          trace_warp, "multiply", spec(3, dtype=np.int32), spec(3)),
         (TypeError, "JAX truncates it to 32 bits, .*jnp.asarray(x, jnp.float64)", trace_warp, "takes_doubles", spec(3)),
-        (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: x.reshape(-1, 2)",
+        (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)",
          trace_warp, "matvec", spec(3, 2, 2), spec(3, 4)),
         (TypeError, "Declare it .*((3,), jnp.float32)", partial(trace_product, outs=spec(3, dtype=np.int32))),
         (TypeError, "For a single element, declare .*((1, 2), jnp.float32)", partial(trace_matvec, outs=spec(2))),
-        (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: x.reshape(1, 2)",
+        (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: out.reshape(1, 2)",
          partial(trace_matvec, spec(2), outs=spec(2), in_out_argnames=["out"])),
         (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
          partial(trace_matvec, outs=(), scratch=spec(2), has_side_effect=True)),
@@ -3861,6 +3861,9 @@ HELPERS = {  # signature: body
     "pick(first: bool, a: floats, b: floats)": "if first:\n    return a\nreturn b",
     "flip_spins(a: floats, i: int)": "return -a[i]",
     "place(a: floats, i: int, value: float)": "a[i] = value",
+    "place(a: floats, i: int)": "place(a, i, 3.0)",
+    "at(a: floats, i: int, n: int)": "return a[i + n]",
+    "at(a: floats, i: int)": "return at(a, i, 0)",
     "total(x: rows, i: int)": "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\nreturn s",
     "row_product(x: rows, i: int)": "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nreturn s",
     "double(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
@@ -4526,24 +4529,27 @@ WARP_WRITES = {  # writes to the input y, or to x, an array of vectors
     "an atomic by keywords": "wp.atomic_add(arr=y, i=i, value=1.0)",
     "a tile": "wp.tile_store(y, wp.tile_load(out, shape=2))",
     "a helper with keywords": "add_by_name(y, i)",
+    "a row": "row = y[i:]\nrow[0] = 1.0",
+    "a slice from a helper": "tail(y)[i] = 1.0",
+    "a slice by a variable": "s = slice(0, 2, 1)\nz = y[s]\nz[i] = 1.0",
+    "where": "wp.where(i > 0, x, x)[i][0] = 1.0",
+    "a tuple from a helper": "second, z = second_and_tail(y)\nz[i] = second",
+    "a field of a struct": "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
+    "a builtin with an output parameter": "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
+    "wp.copy": "z = wp.copy(y)\nz[i] = 1.0",
+    "a helper": "place(y, i, 1.0)",
+    "a helper that calls another overload": "place(y, i)",
+}  # fmt: skip
+WARP_AMBIGUOUS_WRITES = {  # stores to y or to the output
     "a variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
     "a variable that a branch replaces": "z = y\nif i > 5:\n    z = out\nz[i] = 1.0",
     "variables swapped in a loop":
         "src = y\ndst = out\ndst[i] = src[i]\nfor k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
     "a variable of the previous iteration": "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
-    "a slice from a helper": "tail(y)[i] = 1.0",
-    "where": "wp.where(i > 0, x, x)[i][0] = 1.0",
-    "a tuple from a helper": "second, z = second_and_tail(y)\nz[i] = second",
-    "a field of a struct": "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
-    "a builtin with an output parameter": "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
     "a helper of a struct": "b = Box(y, out)\nkick(b, i)",
     "a copied struct": "b = Box(out, y)\nc = b\nc.pos = y\nc.pos[i] = 1.0",
     "a field after a branch": "b = Box()\nb.mass = out\nb.pos = out\nif i > 0:\n    b.pos = y\nb.pos[i] = 1.0",
-    "a field of the previous iteration":
-        "b = Box()\nb.pos = out\nfor k in range(2):\n    b.pos[k] = 1.0\n    b.pos = y",
-    "wp.copy": "z = wp.copy(y)\nz[i] = 1.0",
     "a branch in a helper": "pick(i > 0, y, out)[i] = 1.0",
-    "a helper": "place(y, i, 1.0)",
 }  # fmt: skip
 WARP_REF_WRITES = {"a reference": "set_ref(y[i])"}  # Warp >= 1.19
 WARP_UPDATES = {  # updates of the output
@@ -4583,6 +4589,7 @@ WARP_STORES = {  # stores to the output that change no input
     "store: helper that changes its struct": "b = Box(out, y)\npoint_to(b, y)\nb.pos[i] = b.mass[i]",
     "store: pair of slices": "a, b = both_tails(y, out)\nb[i] = a[i]\nout[0] = 1.0",
     "store: helpers": "place(out, i, flip_spins(y, i))",
+    "store: helpers that call other overloads": "place(out, i)\nout[i] += at(y, i)",
     "store: wp.copy": "z = wp.copy(out)\nz[i] = y[i]",
     "store: where": "w = wp.where(i > 0, y, y)\nout[i] = w[i] + float(w.shape[0])",
     "store: early return": "if i > 1:\n    return\nout[i] = wp.dot(x[i], x[i])",
@@ -4596,7 +4603,7 @@ VECTORS_AND_FLOATS = sample(3, 2), sample(3, seed=1)
 @functools.cache
 def warp_programs():
     """Return {name: kernel} for the tables above."""
-    bodies = WARP_WRITES | WARP_UPDATES | WARP_NEVER_STORES | WARP_STORES
+    bodies = WARP_WRITES | WARP_AMBIGUOUS_WRITES | WARP_UPDATES | WARP_NEVER_STORES | WARP_STORES
     if conftest.missing("warp 1.19") is None:
         bodies |= WARP_REF_WRITES
     programs = [(f"x: vectors, y: floats, out: {TYPES_OF_OUT.get(name, 'floats')}", bodies[name]) for name in bodies]
@@ -4624,6 +4631,19 @@ def test_warp_write_to_input_rejected(name):
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
     results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*VECTORS_AND_FLOATS)
     check_close(results, launched(kernel, np.zeros(3, np.float32)))
+
+
+@needs_warp
+@pytest.mark.parametrize("name", WARP_AMBIGUOUS_WRITES)
+def test_warp_ambiguous_write_changes_a_copy_of_input(name):
+    """The output is as after `wp.launch` with a copy of y.  In a batch, each slice has a copy of its own."""
+    kernel, (x, y) = warp_programs()[name], VECTORS_AND_FLOATS
+    f, before = xk.warp_kernel(kernel, like_last, launch_dims=2), y.copy()
+    expected = launched(kernel, np.zeros(3, np.float32))[2]
+    check_close(f(x, y), expected)
+    check_close(jax.vmap(f, (0, None))(np.stack([x, x]), y), [expected, expected])
+    check_close(xk.warp_kernel(kernel, like_last, launch_dims=0)(x, y), np.zeros(3))  # no kernel runs
+    np.testing.assert_array_equal(y, before)
 
 
 @needs_warp

@@ -128,7 +128,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -1369,7 +1369,7 @@ class _CallParams:
     ins: tuple[Spec, ...]
     outs: tuple[Spec, ...]
     scratch: tuple[Spec, ...]
-    aliases: tuple[tuple[int, int], ...]  # (i, j): output j starts with the value of input i
+    aliases: tuple[tuple[int, int], ...]  # (i, j): buffer j of `outs + scratch` starts with the value of input i
     zeroed: tuple[int, ...]  # indices in `outs + scratch` of the buffers that start from zeros
     has_side_effect: bool
     target: Any = None  # a `_Target`, once it is found
@@ -1978,17 +1978,25 @@ class _Wrapper(_PickledByReference):
         """Return the call for these inputs and declared outputs, with its target."""
         scratch, _ = self._declared_specs("scratch", ins)
         aliases = self._resolve_aliases(ins, outs)
+        for i in self._inputs_to_copy(len(ins)):
+            if i not in aliases:
+                aliases[i] = len(outs) + len(scratch)
+                scratch.append(ins[i])  # a copy of the input, by XLA
         new_buffers = [j for j in range(len(outs) + len(scratch)) if j not in aliases.values()]
         call = _CallParams(
             ins=tuple(ins),
             outs=tuple(outs),
             scratch=tuple(scratch),
-            aliases=tuple(aliases.items()),
+            aliases=tuple(sorted(aliases.items())),
             zeroed=() if self.options.zero_outputs is False else tuple(new_buffers),
             has_side_effect=self.options.has_side_effect,
         )
         self._check_in_out_parameters(call)
         return dataclasses.replace(call, target=self._find_target(call))
+
+    def _inputs_to_copy(self, n_in: int) -> list[int]:
+        """Return the inputs of which the kernel gets a copy, because it may store to them.  (hook: Warp)"""
+        return []
 
     def _find_target(self, call: _CallParams) -> _Target:
         """Check the dtypes and parameters of a call, and return its target.  (abstract)
@@ -2046,7 +2054,7 @@ class _Wrapper(_PickledByReference):
             if problem:
                 raise ValueError(f"{self.title}: input_output_aliases={{{key!r}: {j!r}}}: {problem}")
             aliases[i] = j
-        return dict(sorted(aliases.items()))
+        return aliases
 
     def _input_index(self, key: int | str, n_in: int) -> int:
         """Return the index of the input that an alias names by its index or name.  (hook)"""
@@ -4300,155 +4308,48 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Source analysis: the arrays to which the source of a Warp kernel stores.
-# Warp has no read-only arrays.  So the syntax tree of a kernel, and of the functions that it calls, is run by abstract
-# interpretation:
+# Warp has no read-only arrays.  So an alias analysis of the syntax tree finds the stores of a kernel and of the
+# functions that it calls.  It ignores the order of statements: a variable is a view of every array that any statement
+# assigns to it, and a tuple or struct is a view of all arrays in it.  There are three kinds of stores:
 #
-# - The abstract value of a variable is the set of its possible values: functions, modules, and views of parameters.
-#   None, `...` and slices are kept, too, because they decide whether an index removes a dimension.  The values of
-#   calculations are omitted: the empty set means "only numbers".
-# - Branches join these sets.  Loops run to a fixpoint.
-# - Warp's language is small: no lists, lambdas, generators, or classes with methods.  An array that is passed to
-#   anything unknown counts as "may be stored to".
+#     certain      only one array is possible, such as y in `row = y[i]; row[0] = 1.0`
+#     ambiguous    several arrays are possible, such as y and out in `z = y; if i > 0: z = out; z[0] = 1.0`
+#     unknown      an array is passed to something that the analysis does not know, such as C++ code of the user
 #
-# Warp's own marks (`verify_autograd_array_access`) miss stores through structs and tiles.  Addresses and C++ code of
-# the user are the user's responsibility.
+# An input must have no certain or unknown stores.  Of an input with ambiguous stores, the kernel gets a copy.
+#
+# Warp's own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
 
-# -- 8.1 Abstract interpretation -----------------------------------------------------------------------
+_UNKNOWN_NDIM = math.inf
 
 
-class _AbstractInterpreter:
-    """An interpreter of Python's statements, which runs all branches.  Subclasses define the values of expressions."""
+class _ArrayView(NamedTuple):
+    """A view of the array of a parameter; or a tuple or struct that contains one, if the ndim is unknown."""
 
-    def __init__(self) -> None:
-        self.variables: dict[str, set] = {}  # name -> abstract value
+    parameter: str
+    ndim: float = _UNKNOWN_NDIM
 
-    def evaluate(self, node: Any) -> set:
-        """Return the abstract value of an expression."""
-        raise NotImplementedError
 
-    def evaluate_children(self, node: Any) -> set:
-        """Return the union of the abstract values of the parts of an expression."""
-        return _union(map(self.evaluate, ast.iter_child_nodes(node)))
-
-    def run(self, nodes: Iterable[Any]) -> None:
-        """Run statements, or evaluate expressions, one after the other."""
-        for node in nodes:
-            self.run_statement(node)
-
-    def run_statement(self, node: Any) -> None:
-        match node:
-            case ast.If(test=test, body=body, orelse=orelse):
-                self.evaluate(test)
-                self.run_branches(body, orelse)
-            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
-                # "any index" is an unbound name, so its value is the empty set: an unknown number.
-                item = ast.Subscript(iterated, ast.Name("any index"))
-                self.run_loop([ast.copy_location(ast.Assign([target], item), node), *body, *orelse])
-            case ast.While(test=test, body=body, orelse=orelse):
-                self.run_loop([test, *body, *orelse])
-            case ast.expr():
-                self.evaluate(node)
-            case _:  # another statement: each of its parts may run
-                for child in ast.iter_child_nodes(node):
-                    self.run_branches([child], [])
-
-    def run_branches(self, first: Iterable[Any], second: Iterable[Any]) -> None:
-        """Run alternatives from the same start, and join their results."""
-        start = dict(self.variables)
-        self.run(first)
-        after_first, self.variables = self.variables, start
-        self.run(second)
-        for name, values in after_first.items():
-            self.variables[name] = self.variables.get(name, set()) | values
-
-    def run_loop(self, body: Sequence[Any]) -> None:
-        """Run a loop until no abstract value changes.
-
-        The loop ends because sets only grow, and a function has finitely many abstract values.
-        """
-        before = None
-        while self.variables != before:
-            before = dict(self.variables)
-            self.run_branches(body, [])
+def _forget_ndim(views: Iterable[_ArrayView]) -> set[_ArrayView]:
+    return {_ArrayView(view.parameter) for view in views}
 
 
 def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-# -- 8.2 Arrays in tuples and structs ------------------------------------------------------------------
+class _Store(NamedTuple):
+    """A statement or call of a Warp function that stores, or may store, to the array of a parameter."""
 
-_UNKNOWN_NDIM = math.inf
-_MAX_PATH_LENGTH = 8  # bounds the abstract values of `t = (t, x)` in a loop
-
-
-class _ArrayView(NamedTuple):
-    """An array in the memory of a parameter.
-
-    A tuple or struct has no value of its own: it is the set of its arrays, each with its `path`.  For example,
-    `(x, (y, 2))` is the set of a view of `x` with the path `(0,)`, and a view of `y` with the path `(1, 0)`.
-    """
-
-    parameter: str
-    ndim: float = _UNKNOWN_NDIM  # a view of unknown ndim may also be a tuple or struct
-    path: tuple[Any, ...] = ()  # indices of tuples and names of fields, the outermost first
+    kind: str  # "certain", "ambiguous" or "unknown"
+    text: str  # its source
+    # Whether Warp's backward pass, which runs the kernel again, repeats the store.  It omits the stores `x[i] = ...` of
+    # the kernel, but not stores in called functions and to components (`x[i][0] = ...`).
+    is_repeated_by_adjoint: bool
 
 
-def _views(values: Iterable[Any]) -> list[_ArrayView]:
-    return [value for value in values if isinstance(value, _ArrayView)]
-
-
-def _forget_shape(values: Iterable[Any]) -> set:
-    """Return views of these arrays whose dimensions, and whose places in tuples and structs, are unknown."""
-    return {_ArrayView(view.parameter) for view in _views(values)}
-
-
-def _pack(values: Iterable[Any], field: Any) -> set:
-    """Return the abstract value of a tuple or struct that has these values in one field."""
-    result: set = set()
-    for view in _views(values):
-        is_deep = len(view.path) >= _MAX_PATH_LENGTH
-        result |= _forget_shape({view}) if is_deep else {view._replace(path=(field, *view.path))}
-    return result
-
-
-def _unpack(values: Iterable[Any], field: Any) -> set:
-    """Return the arrays in a field of a tuple or struct."""
-    result = set()
-    for view in _views(values):
-        if view.path[:1] == (field,) or (not view.path and view.ndim == _UNKNOWN_NDIM):
-            result.add(view._replace(path=view.path[1:]))
-    return result
-
-
-def _index(values: Iterable[Any], indices: Sequence[Any]) -> set:
-    """Return the abstract value of an indexed array or tuple.
-
-    `indices` are the syntax trees of the indices, without slices, None and `...`, which remove no dimension.
-    """
-    result = set()
-    for view in _views(values):
-        if view.path:  # an array in a tuple
-            index = indices[0].value if indices and isinstance(indices[0], ast.Constant) else None
-            result |= _forget_shape({view}) if index is None else _unpack({view}, index)
-        elif view.ndim > len(indices):  # otherwise the result is an element, which is a number
-            result.add(view._replace(ndim=view.ndim - len(indices)))
-    return result
-
-
-def _attribute(owner: Any, name: str) -> set:
-    """Return the abstract value of an attribute."""
-    if not isinstance(owner, _ArrayView):
-        with contextlib.suppress(TypeError):  # the value has no hash, such as a list
-            return {getattr(owner, name, None)}
-        return set()
-    if owner.path:
-        return _unpack({owner}, name)
-    return set() if name in _ARRAY_METADATA else _forget_shape({owner})
-
-
-# -- 8.3 Stores to arrays ------------------------------------------------------------------------------
-# Warp itself finds its builtins by their names.  All other functions are recognized as objects.
+# -- 8.1 The functions that a Warp kernel calls ----------------------------------------------------------
+# Warp finds its builtins by their names.  All other functions are recognized as objects.
 
 _BUILTINS = {  # {effect on an array argument: the builtins of Warp with this effect}
     "stores to its first argument": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor "
@@ -4472,268 +4373,318 @@ def _is_warp_builtin(function: Any) -> bool:
     return hasattr(function, "native_func") and function.is_builtin()
 
 
-def _warp_function(value: Any, node: Any) -> Any:
-    """Return the function that Warp calls.
+def _user_overloads(function: Any) -> list:
+    """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
+    if not hasattr(function, "user_overloads") or function.is_builtin():
+        return []
+    overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
+    return list(dict.fromkeys(overloads))
 
-    This is a Warp function or struct, otherwise the builtin with the name in the call, if there is one.
+
+def _called_function(node: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """Return the function that the expression `node` of a call refers to, or None.
+
+    As in Warp, this is a Warp function or struct, otherwise the builtin with this name, if there is one.
     """
+    value = _static_value(node, variables)
     if hasattr(value, "native_func") or hasattr(value, "vars"):
         return value
     name = getattr(node, "attr", getattr(node, "id", ""))
     return sys.modules["warp._src.context"].builtin_functions.get(name, value)
 
 
-class _Store(NamedTuple):
-    """A statement or call that stores, or may store, to the array of a parameter."""
+def _static_value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """Return the value of a name such as `wp.tid` among these variables, or None."""
+    if hasattr(node, "warp_func"):  # Warp has replaced `wp.static(function)` by this node
+        return node.warp_func
+    match node:
+        case ast.Name(id=name):
+            return variables.get(name)
+        case ast.Attribute(value=owner, attr=name):
+            return getattr(_static_value(owner, variables), name, None)
+    return None
 
-    text: str  # the source in backticks, or a reason
-    is_certain: bool
+
+# -- 8.2 The stores of a function ------------------------------------------------------------------------
 
 
-class _StoreAnalysis(_AbstractInterpreter):
-    """The stores of a Warp kernel, and of the functions that it calls, to the arrays of its parameters."""
+class _StoreAnalysis:
+    """The stores of a Warp kernel, or of a function that it calls, to the arrays of its parameters."""
 
-    def __init__(self, kernel: Any) -> None:
-        super().__init__()
+    def __init__(self, function: Any, analyses: dict | None = None) -> None:
+        """Analyze a function.
+
+        `analyses` has the analyses of the kernel and of the functions that it calls, and gets the new one.
+        """
         self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
-        # Warp's backward pass runs the kernel again without its plain stores `x[i] = ...`, but with stores in called
-        # functions and to components (`x[i][0] = ...`).  These are the parameters of such and of uncertain stores.
-        self.stored_again_by_adjoint: set[str] = set()
+        self.returned: set[_ArrayView] = set()  # the views that the function returns
+        # The next three include the functions that this one calls.
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
         self.uses_tiles = False
-        self.has_opaque_code = False  # C++ code or user-defined adjoints
-        # (function, arguments) -> returned value, for each function that was interpreted, or is being interpreted
-        self.results: dict[tuple[Any, frozenset], set] = {}
-        self.n_targets: dict[ast.expr, int] = {}  # expression -> number of variables: 2 for `i, j = wp.tid()`
-        self.call_depth = 0  # 1 in the kernel
-        arguments = []
-        for arg in kernel.adj.args:
-            # Structs with arrays are rejected as parameters (10.3).  The others are numbers.
-            arguments.append({_ArrayView(arg.label, arg.type.ndim)} if hasattr(arg.type, "ndim") else set())
-        try:
-            reason = "the kernel has a variable number of parameters"  # used only in this case
-            self.call_user_function(kernel, arguments, {}, reason)
-        except RecursionError:  # in sums of hundreds of terms
-            self.add_possible_store(_union(arguments), "an expression of it is nested too deeply")
+        self.has_opaque_code = False  # C++ code or adjoints of the user
+        self.analyses: dict[Any, _StoreAnalysis] = {} if analyses is None else analyses
+        self.analyses[function] = self  # now, because an overload may call another one of the same name
+        self.source = function.adj.source
+        self.n_targets: dict[ast.expr, int] = {}  # {expression: number of variables}, such as 2 for `i, j = wp.tid()`
+        self.global_values = _captured_variables(_py_func(function))
+        tree = function.adj.tree.body[0]
+        types_of_parameters = {arg.label: arg.type for arg in function.adj.args}
+        self.views: dict[str, set[_ArrayView]] = {}  # by variable
+        for parameter in tree.args.args:
+            views = _views_of_parameter(parameter.arg, types_of_parameters.get(parameter.arg))
+            # A variable may hold a slice, and then it removes no dimension as an index.
+            self.views[parameter.arg] = _forget_ndim(views) if "slice" in self.global_values else views
+        nodes = [node for statement in tree.body for node in ast.walk(statement)]  # without those of decorators
+        self._find_views(nodes)
+        for node in nodes:
+            self._add_stores_of_node(node)
 
-    def add_store(self, values: Iterable[Any], node_or_reason: Any, *, is_certain: bool = True) -> None:
-        """Add a store to arrays, with the syntax tree of the store, or a reason to expect one."""
-        for view in _views(values):
-            text = node_or_reason if isinstance(node_or_reason, str) else f"`{ast.unparse(node_or_reason):.80}`"
-            self.stores[view.parameter].append(_Store(text, is_certain))
-            if self.call_depth > 1 or not is_certain:
-                self.stored_again_by_adjoint.add(view.parameter)
+    def stored_again_by_adjoint(self) -> set[str]:
+        """Return the parameters of the arrays to which Warp's backward pass stores again."""
+        if self.has_opaque_code:
+            return set(self.views)
+        return {name for name, stores in self.stores.items() if any(store.is_repeated_by_adjoint for store in stores)}
 
-    def add_possible_store(self, values: Iterable[Any], node_or_reason: Any) -> set:
-        """Add possible stores to arrays, and return the views that an unknown expression of them may result in."""
-        self.add_store(values, node_or_reason, is_certain=False)
-        return _forget_shape(values)
+    # -- views --
 
-    # -- functions --
+    def _find_views(self, nodes: Sequence[ast.AST]) -> None:
+        """Find the arrays of which each variable, and the returned value, may be a view."""
+        assignments = []
+        for node in nodes:
+            match node:
+                case (
+                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
+                ):
+                    assignments.append((target, value))
+                case ast.For(target=target, iter=iterated):
+                    assignments.append((target, ast.Subscript(iterated, ast.Constant(0))))
+        before = None
+        while before != self.views:  # ends, because the sets only grow
+            before = dict(self.views)
+            for target, value in assignments:
+                self._assign(target, self._views_of(value))
+        for node in nodes:
+            if isinstance(node, ast.Return) and node.value:
+                self.returned |= self._views_of(node.value)
 
-    def evaluate_call(self, node: ast.Call) -> set:
-        """Return the abstract value of a call of any of the possible functions."""
-        positional = [self.evaluate(x) for x in node.args]
-        keywords = {str(x.arg): self.evaluate(x.value) for x in node.keywords}
-        functions = self.evaluate(node.func) or {None}  # None: an unknown function
-        return _union(self.call(function, positional, keywords, node) for function in functions)
+    def _assign(self, target: ast.expr, views: set[_ArrayView]) -> None:
+        """Add views to the variables in a target.  An element of an array is not a variable."""
+        match target:
+            case ast.Name(id=name):
+                self.views[name] = self.views.get(name, set()) | views
+            case ast.Tuple(elts=parts):
+                for part in parts:
+                    self._assign(part, _forget_ndim(views))
+            case ast.Attribute(value=owner):  # a field of a struct
+                self._assign(owner, _forget_ndim(views))
 
-    def call(self, function: Any, positional: list[set], keywords: dict[str, set], node: ast.Call) -> set:
-        """Interpret a call and return its abstract value."""
-        function = _warp_function(function, node.func)
-        arguments = _union([*positional, *keywords.values()])
-        if overloads := _user_functions(function):
-            self.add_stores_by_reference(function, node)
-            return _union(self.call_user_function(x, positional, keywords, node) for x in overloads)
+    def _views_of(self, node: ast.expr) -> set[_ArrayView]:
+        """Return the arrays of which the value of an expression may be a view."""
+        match node:
+            case ast.Name(id=name):
+                return self.views.get(name, set())
+            case ast.Subscript(value=owner, slice=index):
+                indices = index.elts if isinstance(index, ast.Tuple) else [index]
+                n_removed = sum(map(_removes_dimension, indices))
+                views = self._views_of(owner)
+                # If no dimension is left, the value is an element: a number, vector or matrix.
+                return {view._replace(ndim=view.ndim - n_removed) for view in views if view.ndim > n_removed}
+            case ast.Attribute(value=owner, attr=name):
+                return set() if name in _ARRAY_METADATA else _forget_ndim(self._views_of(owner))
+            case ast.Call():
+                return self._views_of_result(node)
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant() | ast.Starred():
+                return set()  # numbers; Warp unpacks the elements of `*x[0:3]`, and nothing else
+        return _forget_ndim(self._views_of_parts(node))
+
+    def _views_of_parts(self, node: ast.expr) -> set[_ArrayView]:
+        """Return the arrays of which a part of an expression, or an argument of a call, may be a view."""
+        children = [x.value if isinstance(x, ast.keyword) else x for x in ast.iter_child_nodes(node)]
+        return _union(self._views_of(child) for child in children if isinstance(child, ast.expr))
+
+    def _views_of_result(self, call: ast.Call) -> set[_ArrayView]:
+        """Return the arrays of which the result of a call may be a view."""
+        arguments = self._views_of_parts(call)
+        function = _called_function(call.func, self.global_values)
+        if overloads := _user_overloads(function):
+            return _union(self._views_returned_by(overload, call) for overload in overloads)
         if hasattr(function, "vars"):  # a struct
-            fields = {**dict(zip(function.vars, positional)), **keywords}
-            return _union(_pack(values, field) for field, values in fields.items())
-        builtin = function.key if _is_warp_builtin(function) else ""
-        self.uses_tiles |= builtin.startswith(("tile", "untile"))
-        if builtin == "tid":
-            self.n_indices = max(self.n_indices, self.n_targets.get(node, 1))
-        if builtin == "slice":
-            return {slice(None)}
+            return _forget_ndim(arguments)
         match _effect(function):
-            case "stores to its first argument":
-                self.add_store(positional[0] if positional else arguments, node)
-            case "reads":
-                pass
+            case "reads" | "stores to its first argument":
+                return set()
             case "returns its argument":
                 return arguments
-            case "returns a view":
-                return _forget_shape(arguments)
-            case _:
-                return self.add_possible_store(arguments, node)
-        return set()
+        return _forget_ndim(arguments)
 
-    def add_stores_by_reference(self, function: Any, node: ast.Call) -> None:
-        """Add possible stores to the elements that a Warp function gets by reference (Warp >= 1.19)."""
-        kinds = getattr(function, "input_types", {})
-        passed = {**dict(zip(kinds, node.args)), **{str(x.arg): x.value for x in node.keywords}}
-        for name, argument in passed.items():
-            if type(kinds.get(name)).__name__ == "Reference":
-                self.add_possible_store(self.stored_arrays(argument), node)
+    def _views_returned_by(self, overload: Any, call: ast.Call) -> set[_ArrayView]:
+        """Return the arrays of which the result of a user's function may be a view."""
+        analysis = self._analysis_of_call(overload, call)
+        if analysis is None:
+            return _forget_ndim(self._views_of_parts(call))
+        views = set()
+        for returned in analysis.returned:
+            argument = _bind_call(overload, call).get(returned.parameter)
+            if argument is not None:
+                views |= {view._replace(ndim=returned.ndim) for view in self._views_of(argument)}
+        return views
 
-    def call_user_function(
-        self, function: Any, positional: list[set], keywords: dict[str, set], node_or_reason: Any
-    ) -> set:
-        """Interpret a call of a user's function; functions with equal arguments are interpreted once."""
-        arguments = _union([*positional, *keywords.values()])
-        tree = function.adj.tree.body[0]
-        native_snippet = getattr(function, "native_snippet", None)
-        custom_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        if native_snippet or custom_adjoint:
-            self.has_opaque_code = True
-            self.stored_again_by_adjoint |= {view.parameter for view in _views(arguments)}
-        if native_snippet or tree.args.vararg:
-            return self.add_possible_store(arguments, node_or_reason)
-        variables = {**dict(zip([x.arg for x in tree.args.args], positional)), **keywords}
-        key = function, frozenset((name, frozenset(values)) for name, values in variables.items())
-        if key not in self.results:
-            self.results[key] = _forget_shape(arguments)  # for a function that calls itself
-            for name, value in _captured_variables(_py_func(function)).items():
-                with contextlib.suppress(TypeError):  # no hash
-                    variables.setdefault(name, {value})
-            self.results[key] = self.run_function(tree, variables)
-        return self.results[key]
+    # -- stores --
 
-    def run_function(self, tree: Any, variables: dict[str, set]) -> set:
-        """Run the body of a function and return the abstract value that it returns."""
-        caller = self.variables
-        self.variables = {**variables, "return": set()}  # a keyword, so no variable has this name
-        self.call_depth += 1
-        self.run(tree.body)
-        self.call_depth -= 1
-        returned = self.variables["return"]
-        self.variables = caller
-        return returned
-
-    # -- statements --
-
-    def run_statement(self, node: Any) -> None:
+    def _add_stores_of_node(self, node: ast.AST) -> None:
         match node:
             case ast.Assign(targets=[target], value=value):
                 self.n_targets[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
-                self.assign(target, self.evaluate(value), node)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.assign(target, self.evaluate(value), node)
-            case ast.AugAssign(target=target, value=value):
-                self.evaluate(value)
-                self.add_store(self.stored_arrays(target), node)
-            case ast.Return(value=ast.expr() as value):
-                self.variables["return"] = self.variables["return"] | self.evaluate(value)
-            case _:
-                super().run_statement(node)
-
-    def assign(self, target: Any, values: set, node: Any) -> None:
-        """Run the assignment of an abstract value to a target."""
-        match target:
-            case ast.Name(id=name):
-                self.variables[name] = values
-            case ast.Tuple(elts=targets):
-                for i, part in enumerate(targets):
-                    self.assign(part, _index(values, [ast.Constant(i)]), node)
-            case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=field):
-                # A field of a local struct.  Warp copies structs on assignments and calls, so no other one changes.
-                others = {view for view in _views(self.evaluate(owner)) if view.path[:1] != (field,)}
-                self.assign(owner, others | _pack(values, field), node)
-            case _:
-                self.add_store(self.stored_arrays(target), node)
-
-    def stored_arrays(self, target: Any) -> set:
-        """Return the arrays to which an assignment to this target stores.
-
-        For `x[i]` and its component `x[i][0]` this is `x`; for `s.a[i]` it is the array in field `a` of a struct.  Also
-        record in `stored_again_by_adjoint` the arrays of which a component is stored to.
-        """
-        self.evaluate(target)  # and the indices in it
-        node = getattr(target, "value", target)  # the array of a subscript or of an attribute
-        arrays = self.evaluate_arrays(node)
-        # If there is no array yet, the target is a component of an element, so go outward.
-        while not arrays and isinstance(node, (ast.Subscript, ast.Attribute)):
-            node = node.value
-            arrays = self.evaluate_arrays(node)
-            self.stored_again_by_adjoint |= {view.parameter for view in arrays}
-        return arrays
-
-    def evaluate_arrays(self, node: Any) -> set:
-        """Return the possible arrays of an expression, without those in tuples and structs."""
-        return {view for view in _views(self.evaluate(node)) if not view.path}
-
-    # -- expressions --
-
-    def evaluate(self, node: Any) -> set:
-        """Return the possible values of an expression, except numbers."""
-        if hasattr(node, "warp_func"):  # the function to which Warp has resolved a wp.static expression
-            return {node.warp_func}
-        match node:
-            case ast.Name(id=name):
-                return self.variables.get(name, set())
-            case ast.Constant(value=value):
-                return {value} if value in (None, ...) else set()  # indices that are not numbers
-            case ast.Attribute(value=owner, attr=name):
-                return _union(_attribute(x, name) for x in self.evaluate(owner))
-            case ast.Subscript(value=owner, slice=index):
-                indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _index(self.evaluate(owner), [x for x in indices if self.removes_dimension(x)])
-            case ast.Slice():
-                self.evaluate_children(node)
-                return {slice(None)}
+                self._add_stores_to_target(target, node)
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                self._add_stores_to_target(target, node)
             case ast.Call():
-                return self.evaluate_call(node)
-            case ast.Tuple(elts=items):
-                return _union(_pack(self.evaluate(item), i) for i, item in enumerate(items))
-            case ast.IfExp() | ast.BoolOp():
-                return self.evaluate_children(node)
-            # These give numbers.  Warp unpacks the elements of `*x[0:3]`, and nothing else.
-            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Starred():
-                self.evaluate_children(node)
-                return set()
-        # any other expression
-        return self.add_possible_store(self.evaluate_children(node), node)
+                self._add_stores_of_call(node)
 
-    def removes_dimension(self, index: Any) -> bool:
-        """Return whether an index selects one element of a dimension, unlike a slice, `None` and `...`."""
-        return not any(isinstance(x, (slice, types.NoneType, types.EllipsisType)) for x in self.evaluate(index))
+    def _add_stores(self, views: set[_ArrayView], kind: str, text: str, is_repeated: bool) -> None:
+        """Add a store to the arrays of these views; the other arguments are as in `_Store`."""
+        parameters = {view.parameter for view in views}
+        if kind == "certain" and len(parameters) > 1:
+            kind = "ambiguous"
+        for parameter in parameters:
+            self.stores[parameter].append(_Store(kind, text, is_repeated))
+
+    def _text(self, node: ast.AST) -> str:
+        """Return the source of a statement or call, in one line."""
+        return " ".join((ast.get_source_segment(self.source, node) or "").split())
+
+    def _add_stores_to_target(self, target: ast.expr, statement: ast.stmt) -> None:
+        """Add the stores of an assignment to elements of arrays."""
+        for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+            views, may_be_component = self._stored_views(part)
+            self._add_stores(views, "certain", self._text(statement), may_be_component)
+
+    def _stored_views(self, target: ast.expr) -> tuple[set[_ArrayView], bool]:
+        """Return the arrays to which a store to a target goes, and whether it may be a store to a component.
+
+        `x[i]` is an element of the array `x`, and `x[i][0]` and `x[i].y` are components of an element.  An assignment
+        to a field of a struct, `s.y`, stores to no array.
+        """
+        may_be_component = False
+        while isinstance(target, (ast.Subscript, ast.Attribute)):
+            views = self._views_of(target.value)
+            if views and isinstance(target, ast.Subscript):
+                return views, may_be_component or _forget_ndim(views) == views
+            may_be_component = True
+            target = target.value
+        return set(), False
+
+    def _add_stores_of_call(self, call: ast.Call) -> None:
+        function = _called_function(call.func, self.global_values)
+        overloads = _user_overloads(function)
+        for overload in overloads:
+            self._add_stores_of_function(overload, call)
+        if overloads or hasattr(function, "vars"):  # the constructor of a struct stores nothing
+            return
+        builtin = function.key if _is_warp_builtin(function) else ""
+        self.uses_tiles |= builtin.startswith(("tile", "untile"))
+        if function is None and isinstance(call.func, ast.Name):
+            self.has_opaque_code = True  # a parameter that takes a function (Warp >= 1.19)
+        if builtin == "tid":
+            self.n_indices = max(self.n_indices, self.n_targets.get(call, 1))
+        match _effect(function):
+            case "stores to its first argument":
+                views = self._views_of(call.args[0]) if call.args else self._views_of_parts(call)
+                self._add_stores(views, "certain", self._text(call), is_repeated=False)
+            case "unknown":
+                self._add_stores(self._views_of_parts(call), "unknown", self._text(call), is_repeated=True)
+
+    def _add_stores_of_function(self, function: Any, call: ast.Call) -> None:
+        """Add the stores of a user's function to the arguments of a call."""
+        analysis = self._analysis_of_call(function, call)
+        has_own_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
+        self.has_opaque_code |= analysis is None or analysis.has_opaque_code or bool(has_own_adjoint)
+        if analysis is None:
+            self._add_stores(self._views_of_parts(call), "unknown", self._text(call), is_repeated=True)
+            return
+        self.n_indices = max(self.n_indices, analysis.n_indices)
+        self.uses_tiles |= analysis.uses_tiles
+        for parameter, argument in _bind_call(function, call).items():
+            for store in analysis.stores[parameter]:
+                self._add_stores(self._views_of(argument), store.kind, store.text, is_repeated=True)
+            if type(function.input_types.get(parameter)).__name__ == "Reference":  # Warp >= 1.19: `x[i]` by reference
+                views, _ = self._stored_views(argument)
+                self._add_stores(views, "unknown", self._text(call), is_repeated=True)
+
+    def _analysis_of_call(self, function: Any, call: ast.Call) -> _StoreAnalysis | None:
+        """Return the analysis of a called function.  Return None for C++ code, and if a call or function has a `*`."""
+        has_stars = any(isinstance(argument, ast.Starred) for argument in call.args)
+        if has_stars or function.adj.tree.body[0].args.vararg or getattr(function, "native_snippet", None):
+            return None
+        return self.analyses.get(function) or _StoreAnalysis(function, self.analyses)
 
 
-def _user_functions(function: Any) -> list:
-    """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
-    if not hasattr(function, "user_overloads") or function.is_builtin():
-        return []
-    return [function, *function.user_overloads.values(), *function.user_templates.values()]
+def _views_of_parameter(name: str, annotation: Any) -> set[_ArrayView]:
+    """Return the view of a parameter of this type; the empty set if it takes numbers."""
+    is_number = isinstance(annotation, (type, TypeVar)) and not hasattr(annotation, "ndim")
+    if is_number or (hasattr(annotation, "vars") and not _contains_arrays(annotation)):
+        return set()
+    return {_ArrayView(name, getattr(annotation, "ndim", _UNKNOWN_NDIM))}
 
 
-# -- 8.4 Checks ----------------------------------------------------------------------------------------
+def _contains_arrays(warp_type: Any) -> bool:
+    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
+    fields = getattr(warp_type, "vars", {}).values()
+    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
 
 
-def _check_stores(wrapper: _Wrapper, call: _CallParams, analysis: _StoreAnalysis, buffers: Mapping[str, int]) -> None:
+def _removes_dimension(index: ast.expr) -> bool:
+    """Return whether an index selects one element of a dimension, unlike a slice, None and `...`."""
+    return not isinstance(index, ast.Slice) and getattr(index, "value", 0) not in (None, ...)
+
+
+def _bind_call(function: Any, call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call, by parameter."""
+    parameters = [parameter.arg for parameter in function.adj.tree.body[0].args.args]
+    return {**dict(zip(parameters, call.args)), **{str(x.arg): x.value for x in call.keywords}}
+
+
+def _root_name(target: Any) -> str:
+    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return getattr(target, "id", "")
+
+
+# -- 8.3 Checks ----------------------------------------------------------------------------------------
+
+
+def _check_stores(wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, list], buffers: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    `buffers` maps each array parameter to the number of its buffer: inputs first, then outputs, then scratch.  An
-    in-out argument has the number of its output.
+    Args:
+      wrapper: the wrapper of the kernel.
+      call: the call.
+      stores: the stores of the kernel, by parameter.
+      buffers: {array parameter: the number of its buffer}, inputs first, then outputs, then scratch.  An in-out
+        argument has the number of its output.  An input of which the kernel gets a copy has the number of the copy.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
-    stored = {buffer for name, buffer in buffers.items() if analysis.stores[name]}
+    stored = {buffer for name, buffer in buffers.items() if stores[name]}
     stored |= {n_in + aliases[i] for i in stored if i in aliases}  # the same memory
     for name, buffer in buffers.items():
-        if buffer < n_in and buffer not in aliases and analysis.stores[name]:
-            raise _written_input_error(wrapper.title, name, analysis.stores[name][0])
+        if buffer < n_in and buffer not in aliases and stores[name]:
+            raise _written_input_error(wrapper.title, name, stores[name])
         is_result = n_in <= buffer < n_in + len(call.outs)
         is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
         if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
 
 
-def _written_input_error(title: str, name: str, store: _Store) -> TypeError:
-    """Return the error for a store to an input."""
-    writes = "writes" if store.is_certain else "may write"
+def _written_input_error(title: str, name: str, stores: Sequence[_Store]) -> TypeError:
+    """Return the error for stores to an input."""
+    certain = [store for store in stores if store.kind == "certain"]
+    verb = "writes" if certain else "may write"
     return TypeError(
-        f"Inputs are read-only, because JAX may share them. {title} {writes} to input {name!r} ({store.text}). Write "
-        f"to an output, as in `out[i] = ...`, list {name!r} in in_out_argnames, or initialize an output with {name!r} "
-        "through input_output_aliases."
+        f"Inputs are read-only, because JAX may share them. {title} {verb} to input {name!r} "
+        f"(`{(certain or stores)[0].text:.80}`). Write to an output, as in `out[i] = ...`, list {name!r} in "
+        f"in_out_argnames, or initialize an output with {name!r} through input_output_aliases."
     )
 
 
@@ -5967,8 +5918,11 @@ def warp_kernel(
 
     **Arrays.** Parameters of the type `wp.array` get JAX arrays.  The elements of vectors and matrices are trailing
     dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element may omit the
-    other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.  Inputs are read-only: a
-    kernel that writes to an input is rejected with an error.
+    other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.
+
+    **Inputs are read-only.**  A kernel that stores to an input raises an error when it is traced.  If a store may go to
+    an input or to another array (`z = out`, in a branch `z = x`, then `z[i] = 1.0`), the kernel gets a copy of the
+    input.
 
     **Values.** Parameters of all other types (scalars, vectors, matrices, structs) are passed by value.  Values must be
     known when JAX traces the call, and each new value recompiles the traced function.  If a number changes often, such
@@ -6146,6 +6100,15 @@ class _WarpKernel(_Wrapper):
 
     # -- from a call to a target -----------------------------------------------------------------------
 
+    def _inputs_to_copy(self, n_in: int) -> list[int]:
+        """Return the inputs to which the kernel has only ambiguous stores (section 8)."""
+        stores = _warp_store_analysis(self.kernel).stores
+        copied = []
+        for i, name in enumerate(self.parameters[:n_in]):
+            if {store.kind for store in stores[name]} == {"ambiguous"}:
+                copied.append(i)
+        return copied
+
     def _find_target(self, call: _CallParams) -> _Target:
         """Check the arrays of a call, and return its target.
 
@@ -6154,18 +6117,22 @@ class _WarpKernel(_Wrapper):
         """
         n_in = len(call.ins)
         specs = call.buffers
-        names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:]]  # the parameter of each buffer
+        copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]  # the copies are the last buffers
+        # The parameter of each buffer:
+        names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
         if len(names) != len(specs):
             raise self._wrong_arity(
                 f"got {n_in} inputs and {len(specs) - n_in} outputs, including scratch. An in-out argument is both, "
                 "and is listed in in_out_argnames."
             )
         for buffer, (name, spec) in enumerate(zip(names, specs)):
-            role = "input" if buffer < n_in else "output" if buffer < n_in + len(call.outs) else "scratch"
+            is_input = buffer < n_in or name in copied
+            role = "input" if is_input else "output" if buffer < n_in + len(call.outs) else "scratch"
             self.warp_params[name].check_array(spec, "in-out" if name in self.in_outs else role)
-        # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer.
+        # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer, and
+        # a copied input to its copy.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
-        _check_stores(self, call, _warp_store_analysis(self.kernel), buffer_of)
+        _check_stores(self, call, _warp_store_analysis(self.kernel).stores, buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
         return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
 
@@ -6302,7 +6269,7 @@ class _WarpKernel(_Wrapper):
         """
         n_in = len(args)
         names = self.parameters
-        stored_again = _warp_store_analysis(self.kernel).stored_again_by_adjoint
+        stored_again = _warp_store_analysis(self.kernel).stored_again_by_adjoint()
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
@@ -6310,11 +6277,12 @@ class _WarpKernel(_Wrapper):
         operands = data | cotangents
         overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in stored_again}
         results = overwritten | gradients
+        operand_number = {key: number for number, key in enumerate(operands)}
         call = _CallParams(
             ins=tuple(operands.values()),
             outs=tuple(results.values()),
             scratch=(),
-            aliases=tuple((list(operands).index(key), result) for result, key in enumerate(overwritten)),
+            aliases=tuple((operand_number[key], result) for result, key in enumerate(overwritten)),
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
@@ -6416,6 +6384,7 @@ class _WarpParam:
     """
 
     title: str  # for error messages: "warp_kernel 'f': argument 'x'"
+    name: str  # x
     type: Any  # Warp's type
     dtype: np.dtype | None  # of the scalars: float32; None for a struct
     element_shape: tuple[int, ...]  # (3,); () if the elements are scalars
@@ -6478,7 +6447,7 @@ class _WarpParam:
             # If the elements are vec3, an output float32[3] can mean one of them, or, by mistake, three of them
             # (`outs=lambda x: x`).  In the second case, the kernel would write beyond the buffer.
             one = (1,) * self.ndim + self.element_shape
-            reshape = f", and reshape the input: x.reshape{one}" if role == "in-out" else ""
+            reshape = f", and reshape the input: {self.name}.reshape{one}" if role == "in-out" else ""
             fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
             raise self._error(TypeError, spec, fix)
         if not all(isinstance(size, int) for size in spec.shape):
@@ -6501,7 +6470,7 @@ class _WarpParam:
     def _dtype_fix(self, spec: Spec, role: str) -> str:
         if role in ("output", "scratch"):
             return f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
-        cast = f"x = jnp.asarray(x, jnp.{self.dtype})"
+        cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
         if self.dtype and self.dtype.itemsize == 8:
             return f"JAX truncates it to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
@@ -6511,7 +6480,7 @@ class _WarpParam:
             shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
             if self.ndim == 1 and role == "input":
-                fix += f". Reshape it: x.reshape{(-1, *self.element_shape)}"
+                fix += f". Reshape it: {self.name}.reshape{(-1, *self.element_shape)}"
             return fix
         if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
             return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
@@ -6540,13 +6509,8 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
             f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
         )
     element_shape = tuple(getattr(element, "_shape_", ()))
-    return _WarpParam(title, warp_type, dtype, element_shape, ndim=warp_type.ndim if is_array else 0)
-
-
-def _contains_arrays(warp_type: Any) -> bool:
-    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
-    fields = getattr(warp_type, "vars", {}).values()
-    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
+    ndim = warp_type.ndim if is_array else 0
+    return _WarpParam(title, argument.label, warp_type, dtype, element_shape, ndim)
 
 
 def _python_numbers(value: Any) -> np.ndarray:
@@ -6814,8 +6778,9 @@ class _WarpTarget(_Target):
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
         meanings = {}  # {placeholder: (buffer, is_step)}
         for array in self.arrays:
-            for is_step in (False, True) if self.is_batch_launch else (False,):
-                meanings[_placeholder(array.buffer, is_step)] = array.buffer, is_step
+            meanings[_placeholder(array.buffer, is_step=False)] = array.buffer, False
+            if self.is_batch_launch:
+                meanings[_placeholder(array.buffer, is_step=True)] = array.buffer, True
         if not meanings.keys() <= set(words):
             raise NotImplementedError(
                 f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
@@ -6896,9 +6861,10 @@ class _WarpEmitter(_Emitter):
         functions = dict(zip(_cuda_ordinals(), entries, strict=True))
         self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
-        for entry in entries if self.is_batch_launch else ():
-            if exceeded := self.libcuda.exceeded_limits_text(entry, config):  # a batch kernel may need more registers
-                raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
+        if self.is_batch_launch:
+            for entry in entries:
+                if exceeded := self.libcuda.exceeded_limits_text(entry, config):  # it may need more registers
+                    raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         is_cuda = self.libcuda is not None
@@ -7042,7 +7008,7 @@ _STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value
 _LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
 
-# The abstract value of an expression (8.1) is a set of taints: `_HAS_GRADIENT`, `_StaleVariable`s and `_OutputRead`s.
+# The taints of an expression are a set of `_HAS_GRADIENT`, `_StaleVariable`s and `_OutputRead`s.
 _HAS_GRADIENT = object()  # the taint of a value that depends on an input of floats
 
 
@@ -7059,8 +7025,11 @@ class _OutputRead(NamedTuple):
     element: str  # `out[i]`
 
 
-class _StaleValues(_AbstractInterpreter):
+class _StaleValues:
     """A taint analysis of a Warp function that finds the statements whose adjoints use stale values.
+
+    It runs the statements of the function by abstract interpretation: the value of a variable is its set of taints.
+    Both branches of an `if` run, and their sets are joined.  Loops run until the sets no longer change.
 
     The result is `found`, which maps (file, line) to (problem, advice).  The arguments `without_gradient` and `outputs`
     are names of parameters: those that are not arrays of floats, and those to which the kernel stores.
@@ -7070,7 +7039,6 @@ class _StaleValues(_AbstractInterpreter):
     """
 
     def __init__(self, function: Any, without_gradient: Container[str], outputs: Container[str], max_unroll: int):
-        super().__init__()
         self.adjoint = function.adj
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
         self.loop_advice = _LOOP_ADVICE.format(max_unroll)
@@ -7079,7 +7047,8 @@ class _StaleValues(_AbstractInterpreter):
         self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
         tree = function.adj.tree.body[0]
         self.parameters = {x.arg for x in tree.args.args}
-        self.variables = {name: {_HAS_GRADIENT} for name in self.parameters if name not in without_gradient}
+        # {variable: its taints}
+        self.variables: dict[str, set] = {x: {_HAS_GRADIENT} for x in self.parameters if x not in without_gradient}
         self.captured = _captured_variables(_py_func(function))
         self.run(tree.body)
 
@@ -7103,6 +7072,11 @@ class _StaleValues(_AbstractInterpreter):
 
     # -- statements --
 
+    def run(self, nodes: Iterable[Any]) -> None:
+        """Run statements, or evaluate expressions, one after the other."""
+        for node in nodes:
+            self.run_statement(node)
+
     def run_statement(self, node: Any) -> None:
         match node:
             case ast.Assign(targets=[target], value=value):
@@ -7111,9 +7085,9 @@ class _StaleValues(_AbstractInterpreter):
                 self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
             case ast.Expr(value=ast.Call() as call):
                 self.evaluate_call(call, is_used=False)
-            case ast.If(test=test):
+            case ast.If(test=test, body=body, orelse=orelse):
                 self.note_use(test, self.evaluate(test))
-                super().run_statement(node)
+                self.run_branches(body, orelse)
             case ast.Break():
                 self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
             case ast.For(target=target, iter=iterated, body=body):
@@ -7127,8 +7101,20 @@ class _StaleValues(_AbstractInterpreter):
             case ast.While(test=test, body=body):
                 self.note_use(test, self.evaluate(test))  # not in the loop: Warp counts its iterations again
                 self.run_loop(body)
-            case _:
-                super().run_statement(node)
+            case ast.expr():
+                self.evaluate(node)
+            case _:  # another statement: each of its parts may run
+                for child in ast.iter_child_nodes(node):
+                    self.run_branches([child], [])
+
+    def run_branches(self, first: Iterable[Any], second: Iterable[Any]) -> None:
+        """Run alternatives from the same start, and join their results."""
+        start = dict(self.variables)
+        self.run(first)
+        after_first, self.variables = self.variables, start
+        self.run(second)
+        for name, taints in after_first.items():
+            self.variables[name] = self.variables.get(name, set()) | taints
 
     def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
         """Return whether Warp unrolls a loop.  Then each iteration has its own variables, so none is stale."""
@@ -7147,10 +7133,13 @@ class _StaleValues(_AbstractInterpreter):
         return None
 
     def run_loop(self, body: Sequence[Any]) -> None:
-        """Interpret a dynamic loop.  The variables that it assigns are stale."""
+        """Run a dynamic loop until no taint changes.  The variables that it assigns are stale."""
         for name in _union(map(self.assigned_variables, body)):
             self.variables[name] = self.variables.get(name, set()) | {_StaleVariable(name)}
-        super().run_loop(body)
+        before = None
+        while self.variables != before:  # ends, because the sets only grow
+            before = dict(self.variables)
+            self.run_branches(body, [])
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
         """Return the local variables to which, or to elements of which, a statement or a target assigns."""
@@ -7188,7 +7177,7 @@ class _StaleValues(_AbstractInterpreter):
                 return self.evaluate(array) | read
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self.evaluate(left), self.evaluate(right)
-                if _HAS_GRADIENT in a | b and not _needs_no_tainted_value(op, a, b):
+                if _HAS_GRADIENT in a | b and _adjoint_uses_tainted_value(op, a, b):
                     self.note_use(node, a | b)
                 return a | b
             case ast.Call():
@@ -7199,12 +7188,15 @@ class _StaleValues(_AbstractInterpreter):
                 self.note_use(test, self.evaluate(test))
         return self.evaluate_children(node)
 
+    def evaluate_children(self, node: ast.expr) -> set:
+        """Return the taints of all parts of an expression."""
+        return _union(map(self.evaluate, ast.iter_child_nodes(node)))
+
     def evaluate_call(self, node: ast.Call, is_used: bool) -> set:
         """Return the taints of a call.  `is_used` says whether the kernel uses the returned value."""
         arguments = [self.evaluate(x) for x in (*node.args, *node.keywords)]
         taints = _union(arguments)
-        value = self.constant(node.func)
-        function = _warp_function(value, node.func)
+        function = _called_function(node.func, self.captured)
         name = function.key if _is_warp_builtin(function) else ""
         has_gradient = _HAS_GRADIENT in taints
         if has_gradient and (name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and is_used)):
@@ -7212,7 +7204,7 @@ class _StaleValues(_AbstractInterpreter):
             self.report(node, problem, "Compute the value from other functions.")
         if name in _ATOMIC_SUMS:
             self.note_use(node, _union(arguments[1:-1]))  # the indices, between the array and the value
-        elif has_gradient and not isinstance(value, type):  # constructors, such as wp.vec3, are linear
+        elif has_gradient and not isinstance(function, type):  # constructors, such as wp.vec3, are linear
             self.note_use(node, taints)
         effect = _effect(function)
         if effect in ("stores to its first argument", "unknown"):
@@ -7221,32 +7213,20 @@ class _StaleValues(_AbstractInterpreter):
         return taints
 
 
-def _root_name(target: Any) -> str:
-    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
-    while isinstance(target, (ast.Subscript, ast.Attribute)):
-        target = target.value
-    return getattr(target, "id", "")
+def _adjoint_uses_tainted_value(op: ast.operator, a: set, b: set) -> bool:
+    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, uses a value with taints.
 
-
-def _needs_no_tainted_value(op: ast.operator, a: set, b: set) -> bool:
-    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, needs no tainted value.
-
-    The adjoint of a product needs y for the gradient of x, and x for that of y.  An operand without taints needs no
-    gradient, and its value is right.
+    The adjoint of a product uses y for the gradient of x, and x for that of y.  An operand without taints needs no
+    gradient.
     """
-    if isinstance(op, (ast.Mult, ast.MatMult)):
-        return not a or not b
-    return isinstance(op, (ast.Add, ast.Sub)) or (isinstance(op, ast.Div) and not b)
-
-
-def _warp_functions(kernel: Any) -> list[Any]:
-    """Return a kernel, followed by the user's functions that it calls, directly or indirectly."""
-    functions = [kernel]
-    for function in functions:  # the list grows in this loop
-        for called in function.adj.get_references()[2]:
-            overloads = () if called.is_builtin() else called.user_overloads.values()
-            functions += [overload for overload in overloads if overload not in functions]
-    return functions
+    match op:
+        case ast.Add() | ast.Sub():
+            return False
+        case ast.Mult() | ast.MatMult():
+            return bool(a and b)
+        case ast.Div():
+            return bool(b)
+    return True
 
 
 def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
@@ -7257,12 +7237,13 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     arrays = [name for name, param in params.items() if param.ndim]
     float_indices = _float_indices([params[name] for name in arrays])
     without_gradient = params.keys() - {arrays[i] for i in float_indices}
-    stores = _warp_store_analysis(kernel).stores
-    outputs = {name for name in params if stores[name]}
+    analysis = _warp_store_analysis(kernel)
+    outputs = {name for name in params if analysis.stores[name]}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
     found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
-    for helper in _warp_functions(kernel)[1:]:  # any parameter of a helper may have a gradient
+    _, *helpers = analysis.analyses  # the first one is the kernel
+    for helper in helpers:  # any parameter of a helper may have a gradient
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
         warnings.warn(
