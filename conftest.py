@@ -23,6 +23,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import jax
+import numpy
 import pytest
 
 pytest_plugins = ("pytester",)  # the tests of this file use it
@@ -78,6 +79,15 @@ def runs_cuda():
     return SIMULATOR or (gpu() and (installed("numba_cuda_mlir") or installed("numba_cuda")))
 
 
+def imports_cuda():
+    """Return whether a package provides `cuda.jit`, which decorates kernels, also without a GPU."""
+    for package in ("numba.cuda", "numba_cuda_mlir"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+            return True
+    return False
+
+
 def warp():
     return importlib.import_module("warp")
 
@@ -118,6 +128,7 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "warp 1.19": Condition(lambda: hasattr(warp(), "ref"), "older Warp", "warp"),
     "numba-cuda": Condition(installed("numba_cuda"), "numba-cuda is not installed"),
     "numba-cuda-mlir": Condition(installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
+    "cuda.jit": Condition(imports_cuda, "no package provides numba.cuda"),
     "cuda package": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no Numba CUDA", tested=True),
     "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
     "jax 0.11.2": Condition(jax.__version_info__ >= (0, 11, 2), "older XLA drops the barrier before it removes copies"),
@@ -128,11 +139,12 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "fake driver": Condition(FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
-    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its modes of floats, and Numba's omp"),
+    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its float modes, Numba's omp, fork"),
     "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores and POSIX threads"),
     "gcc": Condition(shutil.which("gcc"), "no C compiler", tested=True),
     "brainevent": Condition(installed("brainevent"), "brainevent is not installed", tested=True),
     "scipy": Condition(package="scipy"),
+    "float128": Condition(hasattr(numpy, "float128"), "NumPy's long double has another size here"),
     "tbb": Condition(lambda: "tbb" in distributions(), "tbb is not installed"),
 }
 TESTED = [name for name, condition in CONDITIONS.items() if condition.tested]
