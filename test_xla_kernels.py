@@ -1506,9 +1506,12 @@ def result_of(kernel, x=F32):
 
 
 def test_numba_options_distinguish_kernels_of_equal_code():
+    """The hash in a target name covers the options, so the name needs no number, such as `.2`."""
     overflows = kernel_from_body("total = 200; out[0] = total")
     for kind, expected in ((numba.int8, -56), (numba.int64, 200)):
-        assert result_of(numba.njit(locals={"total": kind})(overflows)) == expected
+        kernel = numba.njit(locals={"total": kind})(overflows)
+        assert result_of(kernel) == expected
+        assert len(target_of(wrap(kernel), F32).rpartition(".")[2]) == 24
     divides = kernel_storing("1 / (x[0] - 1)")
     assert result_of(numba.njit(error_model="numpy")(divides)) == math.inf
     assert "ZeroDivisionError" in error_of(wrap(numba.njit(divides)), F32)

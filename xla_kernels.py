@@ -691,7 +691,7 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each option, the code and each captured value of one function."""
     options = dict(getattr(function, "targetoptions", {}))
     options["chip"] = None  # numba_cuda_mlir assigns this option when it compiles
-    options["locals"] = sorted(getattr(function, "locals", {}).items())
+    options["locals"] = [(name, str(kind), kind) for name, kind in sorted(getattr(function, "locals", {}).items())]
     # The class as text, because numba_cuda_mlir creates a class for each dispatcher.
     options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
     # With `cache=True`, machine code may come from a file, with other captured values.  So a kernel with `cache=True`
