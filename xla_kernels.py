@@ -63,11 +63,11 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #
 # A call of an op, under `grad` of `vmap`:
 #
-#     `XLACustomKernel.__call__`, `_OpCall.call`  bind the primitive of the op
-#     `_op_batching`                              records the vmap
-#     `_op_jvp`, `_op_transpose`                  apply the user's rules under the recorded vmap
-#     `_op_lowering`                              chooses the backend, because now the platform is known
-#     `_OpCall.inline_kernel`, `_run_slice`       call a wrapper, as above
+#     `XLACustomKernel.__call__`, `_OpCall.apply`  bind the primitive of the op
+#     `_op_batching`                               records the vmap
+#     `_op_jvp`, `_op_transpose`                   apply the user's rules under the recorded vmap
+#     `_op_lowering`                               chooses the backend, because now the platform is known
+#     `_OpCall.kernel_jaxpr`, `_run_kernel`        call a wrapper, as above
 #
 # - The order of a kernel's arguments is described in 7.1, and in `_WarpKernel._find_target`.
 # - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
@@ -7261,7 +7261,10 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 #       primitive.bind(x, _op_call=...)    JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
 #         lowering for "cpu"               `_op_lowering`: choose the `KernelEntry` of the backend
 #           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
-#             f(x)                         `_OpCall.trace_kernel`: traced for one slice, batched, and lowered
+#             f(x)                         `_OpCall.kernel_jaxpr`: traced for one slice, batched, and lowered
+#
+# The op keeps the registered kernels, each in a `KernelEntry`, and the rules.  An `_OpCall` keeps the static parameters
+# of one call, and its recorded vmaps, each in a `_RecordedVmap`.  It is the only parameter of the primitive.
 #
 # Besides the parts of JAX that are listed in section 1, this section relies on these details:
 # - The message of the error for a missing batching rule begins with "Batching rule for".
@@ -7270,7 +7273,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 #
 # The public names, such as `kg` (kernel generator), `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library
 # that uses this class.  BrainEvent is the only user of:
-# - the methods from `def_call` to `def_benchmark_data`, and `register_general_batching`
+# - the methods from `def_call` to `def_tags`, and `register_general_batching`
 # - calls of `op.primitive.bind(*ins, outs=..., **params)` instead of the op, and direct calls of the primitive's
 #   transpose rule, without `outs` (`_OpPrimitive.make_op_call`)
 # - rules that return an undefined primal for a zero (`_checked_tangents`)
@@ -7330,16 +7333,11 @@ class XLACustomKernel(_PickledByReference):
         self.primitive = _OpPrimitive(self)
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
-        self._rules: dict[str, Any] = {}  # the current rule, or None, for "batching", "jvp", "transpose" and "vjp"
+        self._rules: dict[str, Any] = {}  # the rules that are defined, of "batching", "jvp", "transpose" and "vjp"
         # A later registration clears JAX's caches only if compiled functions may depend on the replaced kernel or rule.
         self._was_traced = False  # whether JAX may have compiled functions that depend on the rules
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
-        self._checked_calls = _BoundedCache()  # the keys of calls whose kernel was traced without an error
-        self._generated = _BoundedCache()  # {(entry, outs, static parameters, ...): the function from a generator}
-        self._call_fn: Callable = self
-        self._benchmark_data_fn: Callable | None = None
-        self._tags: set[str] = set()
         self.__doc__ = doc or self.__doc__
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
@@ -7351,15 +7349,12 @@ class XLACustomKernel(_PickledByReference):
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]  # `typeof` alone is slower
             outs = _call_with_specs(outs, self.title, "outs", avals)
-        key = (_outs_key(outs), backend, _params_key(params) if params else ())
+        key = (_outs_key(outs), backend, _StaticParams(params) if params else None)  # None is quicker
         try:
             op_call = self._calls[key]
         except (KeyError, TypeError):  # the key is new, or not hashable
             op_call = self._new_op_call(outs, backend, params, key)
-        if not has_tracers:
-            return op_call.jitted(*ins)  # lowers the kernel now, so its errors are raised here
-        op_call.check_kernel(ins)
-        return op_call.call(*ins)
+        return op_call.apply(*ins) if has_tracers else op_call.jitted(*ins)
 
     def _new_op_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
         """Return the `_OpCall` of a call, and cache it if its key is hashable."""
@@ -7542,16 +7537,15 @@ class XLACustomKernel(_PickledByReference):
                 f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
                 f"Register it with op.def_{decorated_backend}_kernel(kernel)."
             )
-        generator = _as_generator(f"the kernel of backend {backend!r} of {self.title}", kg, options)
-        platform_names = list(map(self._normalize_platform, platforms))
-        for i, platform in enumerate(platform_names):
-            entries = self._entries.setdefault(platform, {})
-            is_fallback = i > 0
-            if is_fallback and backend in entries and not entries[backend].fallback:
-                continue  # the user has registered a kernel of this backend for this platform
-            entries[backend] = KernelEntry(backend, platform, generator, is_fallback)
+        generator = _as_generator(self.title, backend, kg, options)
+        platform, *fallback_platforms = map(self._normalize_platform, platforms)
+        self._entries.setdefault(platform, {})[backend] = KernelEntry(backend, platform, generator)
+        for other in fallback_platforms:
+            entries = self._entries.setdefault(other, {})
+            if backend not in entries or entries[backend].fallback:  # otherwise the user has registered this entry
+                entries[backend] = KernelEntry(backend, other, generator, fallback=True)
         if asdefault:
-            self._explicit_defaults[platform_names[0]] = backend
+            self._explicit_defaults[platform] = backend
         self._clear_caches_if_entries_changed()
         return kg
 
@@ -7570,18 +7564,19 @@ class XLACustomKernel(_PickledByReference):
     def _clear_caches_if_entries_changed(self) -> None:
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
         for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
-            if self._entries_by_backend_arg(platform).get(backend) is not entry:
+            if self._find_entry(platform, backend) is not entry:
                 self._clear_jax_caches()
                 return
 
     def _clear_jax_caches(self) -> None:
-        """Clear all of JAX's caches, so that every function is traced and compiled again.
+        """If JAX may have traced this op, clear all caches, so that every function is traced and compiled again.
 
         JAX cannot drop only the functions that call one op.
         """
+        if not self._was_traced:
+            return
         self._was_traced = False
         self._lowered = {}
-        self._generated = _BoundedCache()
         jax.clear_caches()
 
     # -- dispatch --------------------------------------------------------------------------------------
@@ -7589,7 +7584,7 @@ class XLACustomKernel(_PickledByReference):
     @property
     def defaults(self) -> dict[str, str]:
         """A new dict with the default backend of each platform that has a kernel."""
-        return {platform: self._entries_by_backend_arg(platform)[None].backend for platform in list(self._entries)}
+        return {platform: self._select_entry(platform, None).backend for platform in list(self._entries)}
 
     def get_default(self, platform: str) -> str | None:
         """Return the default backend of a platform (see `def_kernel`), or None if the platform has no kernel."""
@@ -7608,19 +7603,20 @@ class XLACustomKernel(_PickledByReference):
         """Return the backends that are registered for a platform (see `def_kernel`), in order of registration."""
         return list(self._entries.get(self._normalize_platform(platform), {}))
 
-    def _entries_by_backend_arg(self, platform: str) -> dict[str | None, KernelEntry]:
-        """Return the kernel for each value of `backend=` in a call.  The value None stands for the default backend."""
-        entries: dict[Any, KernelEntry] = dict(self._entries.get(platform, {}))  # a copy: threads may register
-        if entries:
-            first = min(entries.values(), key=operator.attrgetter("fallback"))  # the first that is not a fallback
-            entries[None] = entries.get(self._explicit_defaults.get(platform), first)
-        return entries
+    def _find_entry(self, platform: str, backend: str | None) -> KernelEntry | None:
+        """Return the kernel for a platform and the argument `backend` of a call, or None if there is none."""
+        entries = dict(self._entries.get(platform, {}))  # a copy, because threads may register kernels
+        if backend is None:
+            backend = self._explicit_defaults.get(platform)
+        if backend is None:  # choose the first kernel that is not a fallback
+            return min(entries.values(), key=operator.attrgetter("fallback"), default=None)
+        return entries.get(backend)
 
     def _select_entry(self, platform: str, backend: str | None) -> KernelEntry:
         """Return the kernel for a platform and the argument `backend` of a call, or raise if there is none."""
-        entries = self._entries_by_backend_arg(platform)
-        if backend in entries:
-            return entries[backend]
+        entry = self._find_entry(platform, backend)
+        if entry is not None:
+            return entry
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
             f"{self.title} has no {missing} for platform {platform!r}. Registered: {self._registered()}. Pass "
@@ -7663,7 +7659,8 @@ class XLACustomKernel(_PickledByReference):
 
     def register_general_batching(self) -> None:
         """Remove the batching rule, so that the kernel of the backend is batched again."""
-        self._set_rule("batching", None)
+        if self._rules.pop("batching", None):
+            self._clear_jax_caches()
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
         """Define the JVP rule as one function.
@@ -7697,8 +7694,8 @@ class XLACustomKernel(_PickledByReference):
         Args:
           jvp_rules: a function or None for each operand, see `defjvp`.
         """
-        what = f"{self.title}: the JVP rule for operand"
-        rules = [rule and _wrap_user_function(rule, f"{what} {i}") for i, rule in enumerate(jvp_rules)]
+        subject = f"{self.title}: the JVP rule for operand"
+        rules = [rule and _wrap_user_function(rule, f"{subject} {i}") for i, rule in enumerate(jvp_rules)]
         self._set_rule("jvp", rules)
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
@@ -7744,8 +7741,8 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        what = f"{self.title}: a function of def_vjp_rule"
-        self._set_rule("vjp", (_wrap_user_function(fwd, what), _wrap_user_function(bwd, what)))
+        subject = f"{self.title}: a function of def_vjp_rule"
+        self._set_rule("vjp", (_wrap_user_function(fwd, subject), _wrap_user_function(bwd, subject)))
 
     def _define_rule(self, rule_kind: str, fun: Callable) -> Callable:
         """Replace a rule by the user's function, and return the function."""
@@ -7753,36 +7750,39 @@ class XLACustomKernel(_PickledByReference):
         return fun
 
     def _set_rule(self, rule_kind: str, rule: Any) -> None:
-        """Replace a rule, or remove it if `rule` is None.  Functions that may depend on it are compiled again."""
-        if rule is None and self._rules.get(rule_kind) is None:
-            return
+        """Define or replace a rule.  Functions that may depend on it are compiled again."""
         if rule_kind == "jvp":
-            # `_OpCall.call` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule.  A
+            # `_OpCall.apply` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule.  A
             # new VJP rule need not remove an older JVP rule.
-            self._rules["vjp"] = None
+            self._rules.pop("vjp", None)
         self._rules[rule_kind] = rule
-        if self._was_traced:
-            self._clear_jax_caches()
+        self._clear_jax_caches()
 
-    # -- attributes that BrainEvent's operators attach to an op ----------------------------------------
+    # -- for BrainEvent: attributes that its operators define, and that its registry reads by these names ---
+
+    _call_fn: Callable | None = None  # prepares and checks operands, and calls the op
+    _benchmark_data_fn: Callable | None = None  # creates benchmark data
+    _tags: Collection[str] = frozenset()  # words that describe the op, such as "sparse"
 
     def def_call(self, fn: Callable) -> Callable:
-        """Set the function that `call` calls, and return it.  It prepares and checks operands, and calls the op."""
+        """Set the function that `call` calls, and return it."""
         self._call_fn = fn
         return fn
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that `def_call` has set.  Default: the op."""
-        return self._call_fn(*args, **kwargs)
-
-    def def_tags(self, *tags: str) -> None:
-        """Set the tags of the op: words that describe it, such as `"sparse"`."""
-        self._tags = set(tags)
+        return (self._call_fn or self)(*args, **kwargs)
 
     def def_benchmark_data(self, fn: Callable) -> Callable:
         """Set a function that creates benchmark data, and return it."""
         self._benchmark_data_fn = fn
         return fn
+
+    def def_tags(self, *tags: str) -> None:
+        """Set the tags of the op."""
+        self._tags = set(tags)
+
+    # -- timing ----------------------------------------------------------------------------------------
 
     def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
         """Time a call of the op under `jax.jit` on the default platform.
@@ -7808,52 +7808,15 @@ class XLACustomKernel(_PickledByReference):
         rows = []
         reference = None
         for name in [backend] if backend else self.available_backends(platform):
-            call = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
+            jitted = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             try:
-                first_s, median_s = _time_call(call, args)
-                leaves = jax.tree.leaves(call(*args))
-                # Appending 0j makes the array complex (bools cannot be subtracted) and non-empty (an op may have no
-                # outputs).
-                results = np.concatenate([np.ravel(x) for x in [*leaves, 0j]])
+                first_s, median_s = _time_calls(jitted, args)
+                results = jitted(*args)
                 reference = results if reference is None else reference
                 rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(results, reference)))
             except Exception as error:
                 rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
         return _OpBenchmark(rows)
-
-
-def _time_call(call: Callable, args: Sequence) -> tuple[float, float]:
-    """Return the time of the first call and the median of further calls, in seconds."""
-    timer = timeit.Timer(lambda: jax.block_until_ready(call(*args)))
-    first_s = timer.timeit(1)
-    n_repetitions = int(np.clip(0.2 / timer.timeit(1), 5, 10_000))  # about 0.2 s in all
-    return first_s, float(np.median(timer.repeat(n_repetitions, 1)))
-
-
-def _max_difference(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the maximum absolute difference.  Equal infinities, and NaNs in the same place, do not differ."""
-    differs = ~np.isclose(x, y, 0, 0, equal_nan=True)
-    return np.max(np.abs(x[differs] - y[differs]), initial=0.0)
-
-
-class _BenchmarkRow(NamedTuple):
-    backend: str
-    first_ms: float = math.nan
-    median_us: float = math.nan
-    difference: float = math.nan
-    error: str = ""
-
-
-class _OpBenchmark(NamedTuple):
-    """The result of `XLACustomKernel.benchmark`."""
-
-    rows: list[_BenchmarkRow]
-
-    def __repr__(self) -> str:
-        lines = ["backend         first (ms)   median (us)  difference"]
-        for backend, first, median, difference, error in self.rows:
-            lines.append(f"{backend:<14}{first:>12.2f}{median:>14.2f}  {error or f'{difference:.3g}'}")
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -7875,33 +7838,39 @@ class KernelEntry:
 
 
 # -- 11.2 Keys of caches -------------------------------------------------------------------------------
+# By these keys, an eager call finds its `_OpCall` without checking the outs and the parameters again.
 
 
 def _outs_key(outs: Any) -> tuple:
-    """Return a key that is equal for equal structures of equal specs.
-
-    `jax.tree.flatten` is avoided for lists and tuples: it would take longer than the rest of an eager call.
-    """
-    cls = type(outs)
-    if cls is list or cls is tuple:
-        return (cls, tuple([_outs_key(x) for x in outs]))
-    if cls is Spec or _has_shape_and_dtype(outs):
+    """Return a key that is equal for equal structures of equal specs."""
+    if _has_shape_and_dtype(outs):
         return (outs.shape, outs.dtype)
+    if type(outs) in (list, tuple):  # `jax.tree.flatten` takes 4 us, which is a quarter of an eager call
+        return (type(outs), *map(_outs_key, outs))
     leaves, tree = _flatten_specs(outs)
     # A leaf that is not a spec is a mistake of the user.  `_new_op_call` rejects it.
     return (tree, *[(x.shape, x.dtype) if _has_shape_and_dtype(x) else x for x in leaves])
 
 
-def _params_key(params: dict[str, Any]) -> tuple:
-    """Return a key of the static parameters of a call."""
-    return tuple([(name, _static_value_key(value)) for name, value in sorted(params.items())])
+class _StaticParams(dict):
+    """The static parameters of a call, {name: value}, as a hashable dict that also compares types and signs of zeros.
+
+    For an ordinary dict, 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    """
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        super().__init__(params)
+        self.key = tuple([(name, _static_value_key(value)) for name, value in sorted(params.items())])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StaticParams) and self.key == other.key
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self.key)
 
 
 def _static_value_key(value: Any) -> tuple:
-    """Return a key of the value of a static parameter that also compares its type and the signs of zeros.
-
-    Python finds 1, 1.0 and True equal, and 0.0 and -0.0.
-    """
+    """Return a key of the value of a static parameter; see `_StaticParams`."""
     cls = type(value)
     if isinstance(value, tuple):
         return (cls, *map(_static_value_key, value))
@@ -7915,8 +7884,9 @@ def _static_value_key(value: Any) -> tuple:
 # -- 11.3 Kernels: from a registered kernel to the results of one slice --------------------------------
 
 
-def _as_generator(what: str, kg: Any, options: dict) -> Callable:
+def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
     """Return a generator: the user's own, or one that returns the wrapper of a decorated kernel."""
+    subject = f"the kernel of backend {backend!r} of {title}"
     decorated_backend = _decorated_backend(kg)
     if decorated_backend:
         wrap = _BACKENDS[decorated_backend].wrap
@@ -7924,23 +7894,23 @@ def _as_generator(what: str, kg: Any, options: dict) -> Callable:
             inspect.signature(wrap).bind(kg, (), **options)
         except TypeError as error:
             raise TypeError(
-                f"The options of a decorated kernel are those of {wrap.__name__}. For {what}: {error}. Remove "
+                f"The options of a decorated kernel are those of {wrap.__name__}. For {subject}: {error}. Remove "
                 "this option, or correct its name. Pass outs to the call: op(x, outs=...)."
             ) from None
-        return functools.partial(_generate_fixed_kernel, kg, options)
-    if options:
+    elif options:
         raise TypeError(
-            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {what}. Decorate the "
+            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {subject}. Decorate the "
             "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
-    if isinstance(kg, _Wrapper):
-        return functools.partial(_generate_fixed_kernel, kg, {})
+    if decorated_backend or isinstance(kg, _Wrapper):
+        return functools.partial(_generate_fixed_kernel, kg, options)
     if not callable(kg):
         raise TypeError(
-            f"A kernel must be decorated, a wrapper, or a generator. Got the {type(kg).__name__} {kg!r} for {what}. "
+            f"A kernel must be decorated, a wrapper, or a generator. Got the {type(kg).__name__} {kg!r} for {subject}. "
             "Pass a function."
         )
-    return kg
+    advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(backend)}"
+    return _wrap_user_function(kg, f"{title}: the generator of backend {backend!r}", advice)
 
 
 def _generate_fixed_kernel(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
@@ -7960,110 +7930,97 @@ def _wrap_if_decorated(function: Any, outs: tuple, options: dict) -> Any:
     return _BACKENDS[decorated_backend].wrap(function, outs, **options) if decorated_backend else function
 
 
-def _wrap_user_function(fun: Callable, what: str, advice: str = "") -> Callable:
-    """Return a function that calls a user's rule or generator.
+def _wrap_user_function(fun: Callable, subject: str, advice: str = "") -> Callable:
+    """Return a function that calls a user's function, such as a rule or generator.
 
     It drops the arguments `outs` and `backend` if `fun` does not accept them.  If other arguments do not fit the
     signature, it raises an error that says so and ends with `advice`.
     """
     if not callable(fun):
-        raise TypeError(f"{what} must be a function. Got {fun!r}. Pass a function.")
+        raise TypeError(f"{subject} must be a function. Got {fun!r}. Pass a function.")
     signature = inspect.signature(fun)
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     unaccepted = set() if accepts_all else {"outs", "backend"} - signature.parameters.keys()
 
     @functools.wraps(fun)
-    def call(*args: Any, **params: Any) -> Any:
+    def wrapped(*args: Any, **params: Any) -> Any:
         for name in unaccepted & params.keys():
             del params[name]
         try:
             return fun(*args, **params)
         except TypeError:
-            _check_call_signature(signature, what, args, params, advice)
+            _check_call_signature(signature, subject, args, params, advice)
             raise
 
-    return call
+    return wrapped
 
 
-def _run_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
+def _run_kernel(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
     """Return the results of a kernel for one slice, as a flat list."""
-    what = f"{op_call.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    subject = f"{op_call.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
+    varying_axes = _all_varying_axes(map(jax.typeof, ins))
+    mesh = jax.sharding.get_abstract_mesh()
     try:
-        function = _generated_function(op_call, entry, ins)
-        results = _call_generated_function(what, function, entry, ins)
+        function = _generated_function(
+            entry, op_call.outs, op_call.params, varying_axes, mesh, jax.config.jax_enable_x64
+        )
+        # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
+        is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
+        if is_plain_function and entry.backend in _BACKENDS:
+            # Maybe the user forgot the decorator of a kernel, which also has parameters for the outputs.
+            function = _wrap_user_function(function, subject, _kernel_advice(entry.backend))
+        results = function(*ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
         advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
-        error.add_note(f"Raised by {what}.{advice}")
+        error.add_note(f"Raised by {subject}.{advice}")
         raise
-    return _flatten_results(what, results, op_call.outs, op_call.tree)
+    return _flatten_results(subject, results, op_call)
 
 
-def _generated_function(op_call: _OpCall, entry: KernelEntry, ins: Sequence) -> Callable:
-    """Return the function that a generator returns for a call.  The generator is called once for equal calls."""
-    varying_axes = _all_varying_axes(map(jax.typeof, ins))
-    mesh = jax.sharding.get_abstract_mesh()  # part of the type of arrays that the generator creates
-    key = (entry, op_call.outs, varying_axes, mesh, op_call.params_key, jax.config.jax_enable_x64)
-    generated = op_call.op._generated
-    if key in generated:
-        return generated[key]
-    function = _call_generator(op_call, entry, varying_axes, mesh)
-    _check_generated_function(function, entry)
-    return generated.keep(key, function)
-
-
-def _call_generator(op_call: _OpCall, entry: KernelEntry, varying_axes: frozenset, mesh: Any) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _generated_function(
+    entry: KernelEntry, outs: tuple[Spec, ...], params: _StaticParams, varying_axes: frozenset, mesh: Any, x64: bool
+) -> Callable:
     """Call a generator, and return its function.  If the generator returns a decorated kernel, return its wrapper.
 
-    The generator sees the varying axes in `outs`, so it can pass them on, for example to `pallas_call`.  Constants that
-    it creates must not have them, because later traces reuse these constants.
+    Args:
+      entry: the registered kernel.
+      outs: the specs of one slice.
+      params: the static parameters of the call.
+      varying_axes: the mesh axes over which the inputs vary.  The generator sees them in `outs`, so it can pass them
+        on, for example to `pallas_call`.  Constants that it creates must not have them, because later traces reuse
+        these constants.
+      mesh: the current mesh, which is a part of the type of constants.
+      x64: whether 64 bits are enabled.  Like the mesh, this is a context for which constants are created.
     """
-    what = f"{op_call.op.title}: the generator of backend {entry.backend!r}"
-    advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(entry)}"
-    generator = _wrap_user_function(entry.kernel_generator, what, advice)
-    varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in op_call.outs])
+    varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in outs])
     # Constants are computed now, so that they are arrays instead of tracers.  JAX can do so only if no axis is manual.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        function = generator(**op_call.params, outs=varying_outs)
-        # A wrapper gets outs without varying axes, because its results vary over the axes of its inputs.
-        return _wrap_if_decorated(function, op_call.outs, {})
-
-
-def _check_generated_function(function: Any, entry: KernelEntry) -> None:
-    """Raise if a generator has returned something that cannot be called, or a kernel with side effects."""
+        generated = entry.kernel_generator(**params, outs=varying_outs)
+        function = _wrap_if_decorated(generated, outs, {})
     if not callable(function):
         raise TypeError(
             f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
-            f"{_kernel_advice(entry)}"
+            f"{_kernel_advice(entry.backend)}"
         )
-    if getattr(getattr(function, "options", None), "has_side_effect", False):
+    if isinstance(function, _Wrapper) and function.options.has_side_effect:
         raise TypeError(
             "An op has no side effects, because JAX drops a call with unused results. The kernel has "
             f"has_side_effect=True. Call {function!r} itself instead of the op."
         )
+    return function
 
 
-def _call_generated_function(what: str, function: Callable, entry: KernelEntry, ins: Sequence) -> Any:
-    """Call the function that a generator has returned."""
-    try:
-        return function(*ins)
-    except TypeError:
-        if isinstance(function, types.FunctionType) and entry.backend in _BACKENDS:
-            # Maybe the user forgot the decorator of a kernel, which also has parameters for the outputs.
-            signature = inspect.signature(function, follow_wrapped=False)
-            _check_call_signature(signature, what, ins, advice=_kernel_advice(entry))
-        raise
-
-
-def _kernel_advice(entry: KernelEntry) -> str:
+def _kernel_advice(backend: str) -> str:
     """Return the advice for a kernel that was registered where a generator is expected."""
-    if entry.backend in _BACKENDS:
-        return f"Decorate a kernel with {_BACKENDS[entry.backend].decorator}."
+    if backend in _BACKENDS:
+        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
     return "To register a function f of arrays, pass lambda: f."
 
 
-def _flatten_results(what: str, returned: Any, outs: Sequence, tree: Any) -> list:
+def _flatten_results(subject: str, returned: Any, op_call: _OpCall) -> list:
     """Return the results of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
     Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
@@ -8071,16 +8028,18 @@ def _flatten_results(what: str, returned: Any, outs: Sequence, tree: Any) -> lis
     """
     leaves, structure = jax.tree.flatten(returned)
     # A dict with a single leaf is accepted, because a single leaf has only one order.
-    must_match_exactly = _contains_dict(tree) or (_contains_dict(structure) and len(leaves) > 1)
-    if must_match_exactly and structure != tree:
+    must_match_exactly = _contains_dict(op_call.tree) or (_contains_dict(structure) and len(leaves) > 1)
+    if must_match_exactly and structure != op_call.tree:
         raise ValueError(
-            f"{what} returned {structure}, but outs declares {tree}. If one of them is a dict, they must be equal. "
-            "Return what outs declares, or use a tuple or a NamedTuple."
+            f"{subject} returned {structure}, but outs declares {op_call.tree}. If one of them is a dict, they must be "
+            "equal. Return what outs declares, or use a tuple or a NamedTuple."
         )
-    return _checked_arrays(what, leaves, "outs declares", outs, ", or correct outs")
+    return _checked_arrays(subject, leaves, "outs declares", op_call.outs, ", or correct outs")
 
 
-def _checked_arrays(what: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = "") -> list:
+def _checked_arrays(
+    subject: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = ""
+) -> list:
     """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
 
     A result of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
@@ -8097,12 +8056,12 @@ def _checked_arrays(what: str, returned: Sequence, expected_phrase: str, expecte
     if len(shown) == len(wanted) and all(matches):
         return arrays
     raise ValueError(
-        f"{what} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return this number "
+        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return this number "
         f"of arrays, with these shapes and dtypes{advice}."
     )
 
 
-# -- 11.4 The primitive and the rules that JAX's interpreters call -------------------------------------
+# -- 11.4 The primitive: its parameter, abstract evaluation and lowering -------------------------------
 # Each rule uses the kernels and rules that are registered when JAX calls it.  JAX caches its result, so a later
 # registration may have to clear JAX's caches (`_was_traced`, `_lowered`).
 
@@ -8144,30 +8103,41 @@ class _OpPrimitive(Primitive):
         if _op_call:
             return _op_call
         specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
-        return _OpCall(self.op, tuple(specs), backend, params, _params_key(params), tree)
+        return _OpCall(self.op, tuple(specs), tree, backend, _StaticParams(params))
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
         return super().bind(*_make_varying(args), _op_call=self.make_op_call(**params))
 
 
+class _RecordedVmap(NamedTuple):
+    """A `vmap` of an op (11.5).  The batch axis of each batched operand is in front."""
+
+    in_axes: tuple[int | None, ...]  # for each operand: 0, or None if it is unbatched
+    size: int
+    batching_rule: Any = None  # the user's rule; None: `jax.vmap` batches the kernel
+
+
 @dataclasses.dataclass(frozen=True)
 class _OpCall:
-    """The static parameters of a call of an op, and the vmaps that were recorded so far (11.5)."""
+    """The static parameters of a call of an op, and the vmaps that were recorded so far."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
-    outs: tuple[Spec, ...]  # of one slice
+    outs: tuple[Spec, ...]  # the leaves of the user's outs, for one slice
+    tree: Any  # the structure of the user's outs
     backend: str | None
-    params: dict[str, Any] = dataclasses.field(compare=False)  # in a dict, because their names are arbitrary
-    params_key: tuple = dataclasses.field(repr=False)  # compared instead of params, because 1 == 1.0
-    tree: Any  # the structure of outs
-    vmaps: tuple[tuple[int | None, ...], ...] = ()  # the `in_axes` of each recorded vmap, the outermost first
-    batch_shape: tuple[int, ...] = ()  # the size of each recorded vmap
-    batching_rule: Callable | None = None  # the user's rule for the innermost recorded vmap
+    params: _StaticParams
+    vmaps: tuple[_RecordedVmap, ...] = ()  # the outermost first
 
     @property
     def batched_outs(self) -> list[Spec]:
         """The specs of the results, including the batch."""
-        return [Spec((*self.batch_shape, *out.shape), out.dtype) for out in self.outs]
+        batch_shape = [vmap.size for vmap in self.vmaps]
+        return [Spec((*batch_shape, *out.shape), out.dtype) for out in self.outs]
+
+    @property
+    def in_axes_per_vmap(self) -> list[tuple[int | None, ...]]:
+        """The `in_axes` of each recorded vmap, the outermost first."""
+        return [vmap.in_axes for vmap in self.vmaps]
 
     @property
     def rule_params(self) -> dict[str, Any]:
@@ -8177,81 +8147,73 @@ class _OpCall:
     @functools.cached_property
     def jitted(self) -> Callable:
         """The compiled call, for operands that are arrays."""
-        return jax.jit(self.call)
+        return jax.jit(self.apply)
 
-    def call(self, *ins: Any) -> Any:
+    def apply(self, *ins: Any) -> Any:
         """Bind the primitive, with the VJP rule if there is one, and return the results in the structure of outs."""
         self.op._was_traced = True  # set here because a VJP rule need not bind the primitive
-        op_call = self.with_allowed_dtypes(ins)
+        # Truncate dtypes to 32 bits, unless x64 is enabled for this call, or an operand has the dtype.
+        outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
+        op_call = dataclasses.replace(self, outs=tuple(outs))
+        op_call.check_kernel(ins)
         rule = self.op._rules.get("vjp")
         results = _bind_with_vjp(op_call, ins, *rule) if rule else op_call.bind(*ins)
         return self.tree.unflatten(results)
-
-    def with_allowed_dtypes(self, ins: Sequence) -> _OpCall:
-        """Return this call with the dtypes of outs truncated to 32 bits, unless jax_enable_x64 is set for this call.
-
-        A dtype is kept if an operand has it.
-        """
-        outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
-        return dataclasses.replace(self, outs=tuple(outs))
 
     def check_kernel(self, ins: Sequence) -> None:
         """Trace the kernel that will probably run, so that its errors are raised at the user's call.
 
         The lowering, which comes later, reports the errors of other kernels.
         """
-        entry = self.op._entries_by_backend_arg(_default_platform()).get(self.backend)
+        entry = self.op._find_entry(_default_platform(), self.backend)
         if entry is None or jax.default_backend() != "cpu":
             return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
-        key = (self, entry, jax.sharding.get_abstract_mesh(), *_input_specs(ins))
-        if key not in self.op._checked_calls:
-            op_call = self.with_allowed_dtypes(ins)
-            if not op_call.is_empty:
-                op_call.trace_kernel(entry, ins)
-            self.op._checked_calls.keep(key, True)
+        _check_kernel_once(self, entry, jax.sharding.get_abstract_mesh(), *map(jax.typeof, ins))
 
     def bind(self, *ins: Any) -> list:
         """Bind the primitive, and return the results as a flat list."""
         return self.op.primitive.bind(*ins, _op_call=self)
 
-    def bind_batch(self, args: Sequence, axes: Sequence[int | None]) -> list:
-        """Bind with one more recorded vmap, the outermost.  In the results, its batch axis is the first axis."""
-        in_axes, ins = _move_axes_to_front(args, axes)
-        size = ins[in_axes.index(0)].shape[0]
-        batched = dataclasses.replace(self, batch_shape=(size, *self.batch_shape), vmaps=(in_axes, *self.vmaps))
-        return batched.bind(*ins)
+    def under_vmap(self, vmap: _RecordedVmap) -> _OpCall:
+        """Return this call with one more recorded vmap, the outermost."""
+        return dataclasses.replace(self, vmaps=(vmap, *self.vmaps))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no result has elements.  Not every backend accepts such calls, so no kernel runs."""
-        return bool(self.outs) and all(0 in out.shape for out in self.batched_outs)
-
-    def inline_kernel(self, entry: KernelEntry, *ins: Any) -> list:
-        """Add the operations of a kernel to the current trace, which is lowered next, and return the results."""
-        if self.is_empty:
-            return list(map(_zeros, self.batched_outs))
-        # The kernel has a trace of its own, so that an error in the middle adds nothing to the current trace.
-        closed_jaxpr = self.trace_kernel(entry, ins)
-        return jax.core.eval_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts, *ins)
-
-    def trace_kernel(self, entry: KernelEntry, ins: Sequence) -> Any:
+    def kernel_jaxpr(self, entry: KernelEntry, avals: Sequence) -> Any:
         """Return the jaxpr of a kernel under the recorded vmaps.
 
         If the kernel calls a primitive without a batching rule, the slices run one after another.
         """
-        run_slice: Any = functools.partial(_run_slice, self, entry)
-        vmaps = self.vmaps
-        if self.batching_rule:
-            run_slice = functools.partial(_run_batching_rule, self, self.batching_rule, vmaps[-1])
-            vmaps = vmaps[:-1]
+
+        def trace(vmap_function: Callable) -> Any:
+            return jax.make_jaxpr(functools.partial(_run_batch, self, entry, vmap_function))(*avals)
+
         try:
-            closed_jaxpr = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps))(*ins)
+            closed_jaxpr = trace(jax.vmap)
         except NotImplementedError as error:
             if not str(error).startswith("Batching rule for"):  # jax 0.9 to 0.12
                 raise
-            closed_jaxpr = jax.make_jaxpr(_apply_vmaps(run_slice, vmaps, _map_slices))(*ins)
+            closed_jaxpr = trace(_map_slices)
         _check_no_tracers_or_effects(self.op.title, closed_jaxpr)
         return closed_jaxpr
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, mesh: Any, *avals: Any) -> None:
+    """Raise if a kernel cannot be traced.  The current mesh is an argument, because a trace depends on it."""
+    op_call.kernel_jaxpr(entry, avals)
+
+
+def _run_batch(op_call: _OpCall, entry: KernelEntry, vmap_function: Callable, *ins: Any) -> list:
+    """Return the results of a kernel under the recorded vmaps.  `vmap_function` is `jax.vmap` or `_map_slices`."""
+    outs = op_call.batched_outs
+    if outs and all(0 in out.shape for out in outs):
+        return list(map(_zeros, outs))  # not every backend accepts such calls
+    function: Callable = functools.partial(_run_kernel, op_call, entry)
+    in_axes_per_vmap = op_call.in_axes_per_vmap
+    if op_call.vmaps and op_call.vmaps[-1].batching_rule:
+        function = functools.partial(_run_batching_rule, op_call, op_call.vmaps[-1])
+        in_axes_per_vmap.pop()
+    return _call_under_vmaps(function, in_axes_per_vmap, ins, vmap_function)
 
 
 def _check_no_tracers_or_effects(title: str, closed_jaxpr: Any) -> None:
@@ -8280,7 +8242,7 @@ def _op_abstract_eval(op_call: _OpCall, *avals: Any) -> list:
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one entry of
     # the partition spec of each operand that it batches.
-    for in_axes in op_call.vmaps:
+    for in_axes in op_call.in_axes_per_vmap:
         operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
     partition = _batch_partition(operand_axes)
     return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_call.batched_outs]
@@ -8292,7 +8254,8 @@ def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
     platform = _platform_name(_lowering_platforms(ctx)[0])
     entry = op._select_entry(platform, op_call.backend)
     op._lowered[platform, op_call.backend] = entry
-    return _lower(functools.partial(op_call.inline_kernel, entry), ctx, ins)
+    closed_jaxpr = op_call.kernel_jaxpr(entry, ctx.avals_in)
+    return _lower(functools.partial(jax.core.eval_jaxpr, closed_jaxpr.jaxpr, closed_jaxpr.consts), ctx, ins)
 
 
 # -- 11.5 Batching: recorded vmaps ---------------------------------------------------------------------
@@ -8302,9 +8265,9 @@ def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
 #
 #     jax.vmap(lambda x, w: op(x, w, outs=x), (0, None))(x, w)
 #
-#     before vmap     bind(x, w)  on slices of x     vmaps = ()              batch_shape = ()
-#     after vmap      bind(x, w)  on all of x        vmaps = ((0, None),)    batch_shape = (8,)
-#     at lowering     jax.vmap(run_slice, (0, None))(x, w)
+#     before vmap     bind(x, w)  on slices of x     vmaps = ()
+#     after vmap      bind(x, w)  on all of x        vmaps = (_RecordedVmap(in_axes=(0, None), size=8),)
+#     at lowering     jax.vmap(run_kernel, (0, None))(x, w)
 #
 # If JAX differentiates the op between the last two steps, the user's rule is vmapped in the same way (11.6).
 #
@@ -8344,6 +8307,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       >>> print(out.shape, axis)
       (5,) 0
     """
+    vmap, ins = _record_vmap(args, axes)
     primitive = getattr(prim, "primitive", prim)
     if isinstance(primitive, _OpPrimitive):
         if "outs" not in params or callable(params["outs"]):
@@ -8352,56 +8316,70 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
                 f"{params.get('outs')!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
             )
         op_call = primitive.make_op_call(**params)
-        outputs = op_call.tree.unflatten(op_call.bind_batch(args, axes))
+        outputs = op_call.tree.unflatten(op_call.under_vmap(vmap).bind(*ins))
     else:
         function = functools.partial(getattr(prim, "bind", prim), **params)
-        in_axes, ins = _move_axes_to_front(args, axes)
-        outputs = _map_slices(function, in_axes)(*ins)
+        outputs = _map_slices(function, vmap.in_axes)(*ins)
     return outputs, jax.tree.map(lambda _: 0, outputs)
 
 
 def _op_batching(op_call: _OpCall, args: Sequence, axes: Sequence) -> tuple:
     """Record a vmap, or run the user's batching rule."""
     rules = op_call.op._rules
-    rule = rules.get("batching")
-    if rule is None or op_call.vmaps:  # the rule is used only for the innermost vmap
-        results = op_call.bind_batch(args, axes)
-    elif rules.get("jvp") is not None or rules.get("transpose") is not None:
-        results = dataclasses.replace(op_call, batching_rule=rule).bind_batch(args, axes)
+    batching_rule = None if op_call.vmaps else rules.get("batching")  # only for the innermost vmap
+    vmap, ins = _record_vmap(args, axes, batching_rule)
+    if batching_rule and "jvp" not in rules and "transpose" not in rules:
+        results = _run_batching_rule(op_call, vmap, *ins)
     else:
-        in_axes, ins = _move_axes_to_front(args, axes)
-        results = _run_batching_rule(op_call, rule, in_axes, *ins)
+        results = op_call.under_vmap(vmap).bind(*ins)
     return results, [0] * len(results)
 
 
-def _run_batching_rule(op_call: _OpCall, rule: Callable, in_axes: tuple, *ins: Any) -> list:
+def _record_vmap(
+    args: Sequence, axes: Sequence[int | None], batching_rule: Callable | None = None
+) -> tuple[_RecordedVmap, list]:
+    """Return the record of a vmap, and the operands with the batch axis in front."""
+    in_axes = tuple([None if axis is None else 0 for axis in axes])
+    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+    return _RecordedVmap(in_axes, ins[in_axes.index(0)].shape[0], batching_rule), ins
+
+
+def _run_batching_rule(op_call: _OpCall, vmap: _RecordedVmap, *ins: Any) -> list:
     """Return the results of the user's batching rule, with the batch axis in front."""
-    what = f"The batching rule of {op_call.op.name!r}"
-    results, axes = rule(ins, in_axes, **op_call.rule_params)
+    subject = f"The batching rule of {op_call.op.name!r}"
+    results, axes = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
     if not isinstance(results, (list, tuple)):
         results, axes = [results], [axes]
     if len(results) != len(axes):
         raise ValueError(
-            f"{what} must return an axis for each output. It returned {len(results)} outputs and {len(axes)} axes. "
+            f"{subject} must return an axis for each output. It returned {len(results)} outputs and {len(axes)} axes. "
             "Return (outputs, [0] * len(outputs)) if the batch axes are in front."
         )
-    size = ins[in_axes.index(0)].shape[0]
-    in_front = [_batch_in_front(x, axis, size) for x, axis in zip(results, axes)]
-    expected = [Spec((size, *out.shape), out.dtype) for out in op_call.outs]
-    return _checked_arrays(what, in_front, "outs declares, with the batch axis in front,", expected)
+    in_front = [_batch_in_front(x, axis, vmap.size) for x, axis in zip(results, axes)]
+    expected = [Spec((vmap.size, *out.shape), out.dtype) for out in op_call.outs]
+    return _checked_arrays(subject, in_front, "outs declares, with the batch axis in front,", expected)
 
 
-def _move_axes_to_front(args: Sequence, axes: Sequence[int | None]) -> tuple[tuple, list]:
-    """Return the `in_axes` of a vmap, 0 or None for each operand, and the operands with the batch axis in front."""
-    in_axes = tuple([None if axis is None else 0 for axis in axes])
-    return in_axes, [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+def _call_under_vmaps(
+    function: Callable, in_axes_per_vmap: Sequence, args: Sequence, vmap_function: Callable = jax.vmap
+) -> Any:
+    """Call a function for one slice under vmaps, which are given by their `in_axes`, the outermost first.
+
+    `args` may contain symbolic zeros and undefined primals.  They are pytrees without leaves, which `jax.vmap` does not
+    slice, so they are sliced here.
+    """
+    for in_axes in in_axes_per_vmap:
+        args = list(map(_slice_if_symbolic, args, in_axes))
+    for in_axes in reversed(in_axes_per_vmap):  # the innermost is applied first
+        function = vmap_function(function, in_axes)
+    return function(*args)
 
 
-def _apply_vmaps(function: Callable, vmaps: Sequence, vmap: Callable = jax.vmap) -> Callable:
-    """Return a function under vmaps, which are given by their `in_axes`, the outermost first."""
-    for in_axes in reversed(vmaps):  # the innermost is applied first
-        function = vmap(function, in_axes)
-    return function
+def _slice_if_symbolic(x: Any, axis: int | None) -> Any:
+    """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
+    if axis is None or type(x) not in _SYMBOLIC_TYPES:
+        return x
+    return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
 def _map_slices(function: Callable, in_axes: tuple) -> Callable:
@@ -8419,7 +8397,7 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 
 # -- 11.6 Derivatives: rules for one slice -------------------------------------------------------------
 # The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
-# are applied to the rule.  For x: float32[8,3] and w: float32[3] with vmaps = ((0, None),), as in 11.5:
+# are applied to the rule.  For x: float32[8,3] and w: float32[3] with `in_axes` (0, None), as in 11.5:
 #
 #                  seen by the JVP rule           seen by the transpose rule     axis in the rule's vmap
 #     x            x [3], tangent [3]             x [3]                          0
@@ -8427,8 +8405,7 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 #     out          returns out [3], tangent [3]   cotangent [3]                  0
 #
 # A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
-# them up.  JAX also passes `ad.Zero` and `ad.UndefinedPrimal`.  They are pytrees without leaves, so `jax.vmap` does not
-# change their shapes.  `_slice_if_symbolic` does.
+# them up.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -8486,8 +8463,8 @@ def _add_jvp_terms(
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        what = f"The JVP rule of {name!r} for operand {i}"
-        terms = _checked_tangents(what, rule(tangent, *primals, **params), "the outputs are", avals)
+        subject = f"The JVP rule of {name!r} for operand {i}"
+        terms = _checked_tangents(subject, rule(tangent, *primals, **params), "the outputs are", avals)
         for j, term in enumerate(terms):
             if term is not None:
                 totals[j] = ad.add_tangents(totals[j], term)
@@ -8496,94 +8473,84 @@ def _add_jvp_terms(
 
 def _op_jvp(op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
     """Apply the op's JVP rule under the recorded vmaps."""
-    rule = _require_rule(op_call.op, "jvp")
-    what = f"The JVP rule of {op_call.op.name!r}"
-    slice_call = dataclasses.replace(op_call, vmaps=(), batch_shape=(), batching_rule=None)
+    op = op_call.op
+    rule = op._rules.get("jvp")
+    if rule is None:
+        raise NotImplementedError(
+            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
+            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
+        )
+    subject = f"The JVP rule of {op.name!r}"
+    slice_call = dataclasses.replace(op_call, vmaps=())
+    n_primals = len(primals)
 
-    def jvp_of_slice(primals: tuple, tangents: tuple) -> tuple:
+    def jvp_of_slice(*values: Any) -> tuple:
+        primals, tangents = values[:n_primals], values[n_primals:]
         if isinstance(rule, list):  # from `def_jvp_rule2`
             outputs = slice_call.bind(*primals)
-            tangents_out = _add_jvp_terms(op_call.op.name, rule, primals, tangents, outputs, op_call.rule_params)
+            tangents_out = _add_jvp_terms(op.name, rule, primals, tangents, outputs, op_call.rule_params)
         else:
             outputs, tangents_out = rule(primals, tangents, **op_call.rule_params)
-            outputs = _checked_arrays(what, jax.tree.leaves(outputs), "outs declares", op_call.outs)
-        return outputs, _checked_tangents(what, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
+            outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.outs)
+        return outputs, _checked_tangents(subject, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
-    grouped_in_axes = [(in_axes, in_axes) for in_axes in op_call.vmaps]  # a tangent is batched like its primal
-    outputs, tangents_out = _vmap_rule(jvp_of_slice, grouped_in_axes, primals, tangents)
+    in_axes_per_vmap = [(*in_axes, *in_axes) for in_axes in op_call.in_axes_per_vmap]  # the tangents are batched alike
+    outputs, tangents_out = _call_under_vmaps(jvp_of_slice, in_axes_per_vmap, [*primals, *tangents])
     return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
 
 
 def _op_transpose(op_call: _OpCall, cts: Sequence, *operands: Any) -> list:
     """Apply the op's transpose rule under the recorded vmaps."""
-    rule = _require_rule(op_call.op, "transpose")
+    op = op_call.op
+    rule = op._rules.get("transpose")
+    if rule is None:
+        raise NotImplementedError(
+            f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
+            "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
+        )
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
-    what = f"The transpose rule of {op_call.op.name!r}"
+    n_cts = len(cts)
 
-    def transpose_of_slice(cts: tuple, operands: tuple) -> list:
+    def transpose_of_slice(*values: Any) -> list:
+        cts, operands = list(values[:n_cts]), values[n_cts:]
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        returned = rule(list(cts), *operands, **op_call.rule_params)
-        return _checked_tangents(what, returned, "the operands are", avals)
+        returned = rule(cts, *operands, **op_call.rule_params)
+        return _checked_tangents(f"The transpose rule of {op.name!r}", returned, "the operands are", avals)
 
-    grouped_in_axes = [((0,) * len(cts), in_axes) for in_axes in op_call.vmaps]  # every vmap batches each output
-    cts_out = _vmap_rule(transpose_of_slice, grouped_in_axes, cts, operands)
+    in_axes_per_vmap = [(*[0] * n_cts, *in_axes) for in_axes in op_call.in_axes_per_vmap]  # each output is batched
+    cts_out = _call_under_vmaps(transpose_of_slice, in_axes_per_vmap, [*cts, *operands])
     for i, ct in enumerate(cts_out):
         if ct is not None:
             # the dimensions of the vmaps in which this operand is unbatched: each slice contributes a cotangent
-            summed_dims = [d for d, in_axes in enumerate(op_call.vmaps) if in_axes[i] is None]
+            summed_dims = [d for d, vmap in enumerate(op_call.vmaps) if vmap.in_axes[i] is None]
             cts_out[i] = jax.lax.reduce_sum(ct, summed_dims)
     return cts_out
-
-
-def _vmap_rule(rule: Callable, grouped_in_axes: Sequence[tuple], *groups: Sequence) -> Any:
-    """Call a rule for one slice under vmaps.
-
-    Args:
-      rule: a function with a parameter for each group.
-      grouped_in_axes: for each vmap, the outermost first, a tuple with the `in_axes` of each group.
-      groups: sequences of values, such as the primals and the tangents.
-    """
-    # `jax.vmap` slices arrays.  It does not slice symbolic values, so slice them here.
-    groups_for_vmap = list(map(tuple, groups))
-    for in_axes_of_groups in grouped_in_axes:
-        groups_for_vmap = [
-            tuple(map(_slice_if_symbolic, values, in_axes))
-            for values, in_axes in zip(groups_for_vmap, in_axes_of_groups)
-        ]
-    return _apply_vmaps(rule, grouped_in_axes)(*groups_for_vmap)
-
-
-def _slice_if_symbolic(x: Any, axis: int | None) -> Any:
-    """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
-    if axis is None or type(x) not in _SYMBOLIC_TYPES:
-        return x
-    return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
 def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
     """Bind the primitive with the op's VJP rule."""
     avals = list(map(jax.typeof, ins))
     params = op_call.rule_params
-    what = f"The VJP rule of {op_call.op.name!r}"
+    subject = f"The VJP rule of {op_call.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
         returned = fwd(*ins, **params)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
-                f"{what}: fwd must return a pair. Got {returned!r:.80}. Write `return results, residuals`, with None "
-                "if bwd needs no residuals."
+                f"{subject}: fwd must return a pair. Got {returned!r:.80}. Write `return results, residuals`, with "
+                "None if bwd needs no residuals."
             )
-        return _flatten_results(what, returned[0], op_call.outs, op_call.tree), returned[1]
+        return _flatten_results(subject, returned[0], op_call), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, op_call.tree.unflatten(cotangents), **params)
-        return tuple(_checked_tangents(what, returned, "the operands are", avals))
+        return tuple(_checked_tangents(subject, returned, "the operands are", avals))
 
     return _with_vjp(op_call.bind, forward, backward)(*ins)
 
 
-def _checked_tangents(what: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
+def _checked_tangents(subject: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
     """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
 
     A rule may return a zero as None, `ad.Zero` or an undefined primal.  A result is dropped, which leaves None, if its
@@ -8593,24 +8560,47 @@ def _checked_tangents(what: str, returned: Any, expected_phrase: str, avals: Seq
         returned = [returned]
     terms = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
     expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _checked_arrays(what, terms, expected_phrase, expected, ", or None for zero")
+    arrays = _checked_arrays(subject, terms, expected_phrase, expected, ", or None for zero")
     return [None if x is None or like is None else _sharded_like(x, like) for x, like in zip(arrays, expected)]
 
 
-def _require_rule(op: XLACustomKernel, rule_kind: str) -> Any:
-    """Return the op's JVP or transpose rule, or raise if there is none."""
-    rule = op._rules.get(rule_kind)
-    if rule is not None:
-        return rule
-    if rule_kind == "jvp":
-        raise NotImplementedError(
-            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
-            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
-        )
-    raise NotImplementedError(
-        f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
-        "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
-    )
+# -- 11.7 Timing ---------------------------------------------------------------------------------------
+
+
+class _BenchmarkRow(NamedTuple):
+    backend: str
+    first_ms: float = math.nan
+    median_us: float = math.nan
+    difference: float = math.nan
+    error: str = ""
+
+
+class _OpBenchmark(NamedTuple):
+    """The result of `XLACustomKernel.benchmark`."""
+
+    rows: list[_BenchmarkRow]
+
+    def __repr__(self) -> str:
+        lines = ["backend         first (ms)   median (us)  difference"]
+        for backend, first, median, difference, error in self.rows:
+            lines.append(f"{backend:<14}{first:>12.2f}{median:>14.2f}  {error or f'{difference:.3g}'}")
+        return "\n".join(lines)
+
+
+def _time_calls(function: Callable, args: Sequence) -> tuple[float, float]:
+    """Return the time of the first call and the median of further calls, in seconds."""
+    timer = timeit.Timer(lambda: jax.block_until_ready(function(*args)))
+    first_s = timer.timeit(1)
+    n_repetitions = int(np.clip(0.2 / timer.timeit(1), 5, 10_000))  # about 0.2 s in all
+    return first_s, float(np.median(timer.repeat(n_repetitions, 1)))
+
+
+def _max_difference(results: Any, reference: Any) -> float:
+    """Return the maximum absolute difference.  Equal infinities, and NaNs in the same place, do not differ."""
+    # Appending 0j makes the arrays complex (bools cannot be subtracted) and non-empty (an op may have no outputs).
+    x, y = [np.concatenate([np.ravel(leaf) for leaf in [*jax.tree.leaves(tree), 0j]]) for tree in (results, reference)]
+    differs = ~np.isclose(x, y, 0, 0, equal_nan=True)
+    return np.max(np.abs(x[differs] - y[differs]), initial=0.0)
 
 
 # ======================================================================================================
@@ -8706,33 +8696,35 @@ def _self_check() -> int:
     status = 0
     for name, backend in _BACKENDS.items():
         for platform, install_hint in backend.install_hints.items():
-            missing: Any = None
             try:
-                devices = _local_devices(platform)
-                if not devices:
-                    missing = f"JAX finds no {platform}"
-                else:
-                    result = f"works, {_check_and_time(backend.make_check(), devices[0]):.2f} µs per call under jit"
+                report = f"works, {_check_and_time(backend, platform):.2f} µs per call under jit"
             except ImportError as error:
-                missing = error
+                report = f"not available: {error}\n{'':17}to get it: {install_hint}"
             except Exception as error:
                 status = 1
-                result = f"FAILED: {type(error).__name__}: {error}"
-            if missing:
-                result = f"not available: {missing}\n{'':17}to get it: {install_hint}"
-            print(f"{name:11} {platform:4} {result}")
+                report = f"FAILED: {type(error).__name__}: {error}"
+            print(f"{name:11} {platform:4} {report}")
     return status
 
 
-def _check_and_time(call: Callable, device: Any) -> float:
-    """Compare the results of a call with NumPy's, and return its time in a loop in microseconds (the best of six)."""
+def _check_and_time(backend: _Backend, platform: str) -> float:
+    """Compare the results of a backend with NumPy's, and return the time of a call in a loop, in microseconds.
+
+    Raises:
+      ImportError: if the backend or the platform is missing.
+    """
+    devices = _local_devices(platform)
+    if not devices:
+        raise ImportError(f"JAX finds no {platform}")
+    kernel = backend.make_check()
     x = np.arange(16, dtype=np.float32)
     y = x + 1
-    operands = jax.device_put((x, y), device)
-    np.testing.assert_array_equal(call(*operands), 2 * x + y)
-    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, 10_000, lambda i, z: call(y, z), x))
-    timer = timeit.Timer(lambda: loop(*operands).block_until_ready())
-    return min(timer.repeat(6, 1)) / 10_000 * 1e6  # the first of the six includes the compilation
+    operands = jax.device_put((x, y), devices[0])
+    np.testing.assert_array_equal(kernel(*operands), 2 * x + y)
+    n_calls = 10_000
+    loop = jax.jit(lambda x, y: jax.lax.fori_loop(0, n_calls, lambda i, z: kernel(y, z), x))
+    _, median_s = _time_calls(loop, operands)
+    return 1e6 * median_s / n_calls
 
 
 if __name__ == "__main__":
