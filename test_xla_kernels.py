@@ -2185,6 +2185,17 @@ def test_inputs_are_not_copied():
         assert 0 <= memory.temp_size_in_bytes < 1000  # XLA itself uses some bytes
 
 
+@pytest.mark.needs("scipy")
+@pytest.mark.parametrize("statement, copied", [
+    ("np.dot(A, x, out)", "[]"), ("out[:] = np.dot(A, x)", "[]"), ("out[:] = A.dot(x)", "[]"),
+    ("out[:] = 1; np.dot(A, out, x)", "[1]"), ("np.dot(A, out, out=x); out[:] = 1", "[1]"),
+])  # fmt: skip
+def test_operands_of_dot_are_not_copied(statement, copied, caplog):
+    kernel = numba.njit(kernel_from_body(statement, "A, x, out"))
+    jax.eval_shape(wrap(kernel, lambda A, x: x), spec(4, 4), FLOATS)
+    assert re.findall(r"gets copies of its inputs (\S+),", caplog.text) == [copied] * (copied != "[]")
+
+
 def test_input_is_not_copied_if_llvm_proves_that_it_is_only_read(caplog):
     """Numba ignores read-only arrays in `x.flat`, and its IR shows a use of x that may store."""
     for code, is_copied in {"out[i] = x.flat[i]": False, "x.flat[i] = out[i]": True}.items():

@@ -994,7 +994,7 @@ class _Target:
     """
 
     name: str
-    # The integers that the handler reads, which depend on shapes and options; for Numba CUDA: grid, block (3 each), ...
+    # The integers that the handler reads, which depend on shapes and options; for Numba CUDA, a `_LaunchConfig`.
     launch: tuple[int, ...] = ()
     is_noop: bool = False  # whether the launch is empty for these shapes and options
     platform: str = ""
@@ -1023,7 +1023,7 @@ class _Target:
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
             with _fall_back_to_per_slice(self.title):
-                compiled.batch_launch.compile_once(grid=self.launch[:3], block=self.launch[3:6])
+                compiled.batch_launch.compile_once(self.launch)
         return self
 
 
@@ -2147,6 +2147,25 @@ def _never_stored_error(title: str, name: str, store: str, return_fix: str = "",
         f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
         f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} then "
         f"{'keeps its old values' if is_in_out else 'consists of zeros'}."
+    )
+
+
+_READ_ONLY_RULE = "Inputs are read-only, because JAX may share them"
+
+
+def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "", more: str = "") -> TypeError:
+    """Return the error for a kernel that writes to an input (sections 7 to 9).
+
+    Args:
+      subject: the kernel and the verb, for example "numba_kernel 'f' writes", or "numba_kernel 'f' may write".
+      names: the input, or several inputs if it is not known which one is written to.
+      reason: why the kernel writes to it, for example " (`x[0] = 0`)".
+      more: sentences after the fix.
+    """
+    shown = " or ".join(map(repr, names))
+    return TypeError(
+        f"{_READ_ONLY_RULE}. {subject} to input {shown}{reason}. Write to an output, or list the input in "
+        f"in_out_argnames=[{names[0]!r}].{more}"
     )
 
 
@@ -3313,8 +3332,7 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
 # A new version of Numba may break:
-# - with an error: `library._final_module`, `library._shared_module`, `ir_utils.find_callname` and `.find_const`, the
-#   status that `call_conv.call_function` returns;
+# - with an error: `library._final_module`, `library._shared_module`, the status that `call_conv.call_function` returns;
 # - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to read-only
 #   arrays (`_IGNORE_READONLY`; test_write_that_numba_does_not_reject_changes_a_copy_of_input), the IR that
 #   `compiler.run_frontend` returns (`_find_only_read`; test_output_never_stored_to_raises), and the name of the call
@@ -3330,8 +3348,8 @@ _NUMBA_DTYPES = frozenset(
 # Numba 0.63 to 0.68 crash with this text if a kernel has `x += 1` for a read-only x.
 _INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
 _READ_ONLY_ADVICE = (
-    "Inputs are read-only, because JAX may share them, and so are global arrays. Write to an output (a parameter after "
-    "the inputs), list the input in in_out_argnames, or start an output from it with input_output_aliases."
+    f"{_READ_ONLY_RULE}, and so are global arrays. Write to an output (a parameter after the inputs), list the input "
+    "in in_out_argnames, or start an output from it with input_output_aliases."
 )
 # {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.
 _ADVICE = {
@@ -3650,6 +3668,10 @@ class _ArgumentMap(NamedTuple):
         others = [f"argument {i}" for i in range(len(parameters), len(self.args))]
         return list(zip([*parameters, *others], self.args))
 
+    def names_of(self, buffers: Container, parameters: Sequence[str]) -> list[str]:
+        """Return the names of the arguments that are these buffers."""
+        return [name for name, buffer in self.named_args(parameters) if buffer in buffers]
+
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
         if self.slice_ranks is None:
@@ -3681,23 +3703,28 @@ class _ArgumentMap(NamedTuple):
 # -- 7.2 Compiling -------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
 class _NumbaCompiler:
     """The compilation of one kernel for one signature.
 
-    Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because a kernel may
-    call helpers with explicit signatures, which only take writable ones.  In this case, and if the kernel uses
-    a function that ignores read-only arrays, inputs without a proof are copied (7.3).
+    If a kernel does not compile for read-only inputs, or uses a function that ignores that arrays are read-only, it
+    gets copies of the inputs without a proof (7.3).
     """
 
-    def __init__(
-        self, kernel: Any, parameters: Sequence[str], signature: _Signature, n_results: int, checks_outputs: bool
-    ) -> None:
-        self.kernel = kernel
-        self.parameters = parameters
-        self.signature = signature
-        self.n_results = n_results
-        self.checks_outputs = checks_outputs
-        self.title = f"Kernel {signature.label!r}"
+    kernel: Any
+    parameters: Sequence[str]
+    signature: _Signature
+    n_results: int
+    checks_outputs: bool
+
+    @property
+    def title(self) -> str:
+        return f"Kernel {self.signature.label!r}"
+
+    @functools.cached_property
+    def only_read(self) -> set:
+        """The positions of the parameters that the kernel only reads."""
+        return _find_only_read(self.kernel)
 
     def compile_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
         """Compile the kernel with the first argument map that works, and the handler that calls it."""
@@ -3733,40 +3760,35 @@ class _NumbaCompiler:
 
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function that takes all buffers, after all checks."""
-        compiled, readonly_error = self._compile_readonly_or_writable(argument_map)
+        compiled, readonly_error = self._compile_for_buffers(argument_map)
         unproven = set()
         if readonly_error or _may_ignore_readonly(self.kernel):
-            unproven = _unproven_inputs(self.kernel, argument_map, self.signature)
+            unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
             unproven -= _unwritten_buffers(compiled, self.signature)
-        if readonly_error and unproven:
-            self._raise_if_input_is_stored_to(readonly_error, argument_map, unproven)
+        # Other errors for read-only inputs come from helpers with explicit signatures, which take writable arrays only.
+        if unproven and readonly_error and _is_store_to_readonly(readonly_error):
+            names = argument_map.names_of(unproven, self.parameters)
+            more = f" To change a copy only, write to {names[0]}.copy().\n{_plain_text(readonly_error)}"
+            raise _read_only_input_error(f"{self.title} writes", names, more=more) from readonly_error
         self._check_outputs(argument_map)
         if unproven:
             _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
             with_copies = argument_map._replace(copied=frozenset(unproven))
-            compiled, _ = self._compile_readonly_or_writable(with_copies)
+            compiled, _ = self._compile_for_buffers(with_copies)
         return compiled.overload
 
-    def _compile_readonly_or_writable(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
+    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
         """Compile a function of all buffers, and check what the kernel returns.
 
         Return it, and the error for read-only inputs if it only compiles for writable ones.
         """
         from numba import types as nbtypes
 
-        readonly_error: Exception | None = None
-        buffer_types = _array_types(nbtypes, self.signature)
-        try:
-            compiled = self._compile_kernel(argument_map, buffer_types)
-        except Exception as error:
-            readonly_error = error
-            buffer_types = _array_types(nbtypes, self.signature, readonly=False)
-            try:
-                compiled = self._compile_kernel(argument_map, buffer_types)
-            except Exception:
-                raise _compile_error("Numba", self.signature, error) from error
+        compile_kernel = functools.partial(self._compile_kernel, argument_map)
+        compiled, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
         self._check_returned_types(argument_map, compiled)
         if argument_map.results:
+            buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
             compiled = self._compile_storing_adapter(argument_map, compiled, buffer_types)
         return compiled, readonly_error
 
@@ -3852,26 +3874,11 @@ class _NumbaCompiler:
         adapter = argument_map.make_adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
-    def _raise_if_input_is_stored_to(self, error: Exception, argument_map: _ArgumentMap, unproven: set[int]) -> None:
-        """Raise an error if Numba's error for read-only inputs says that the kernel stores to one of them.
-
-        Other errors come from helpers with explicit signatures, which take writable arrays only.
-        """
-        text = _plain_text(error)
-        if _find_advice(text) == _READ_ONLY_ADVICE:
-            names = [name for name, buffer in argument_map.named_args(self.parameters) if buffer in unproven]
-            raise TypeError(
-                f"Inputs are read-only, because JAX may share them. {self.title} writes to its input "
-                f"{' or '.join(map(repr, names))}. Write to an output, list the input in "
-                f"in_out_argnames=[{names[0]!r}], or write to a copy, {names[0]}.copy().\nNumba's error for read-only "
-                f"arrays:\n{text}"
-            ) from error
-
     def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
         """Raise an error if the kernel surely never stores to an output."""
         if self.checks_outputs:
             _check_outputs_are_stored(
-                self.kernel,
+                self.only_read,
                 argument_map,
                 self.signature,
                 self.n_results,
@@ -3913,6 +3920,23 @@ def _array_types(types_module: Any, signature: _Signature, readonly: bool = True
         is_input = buffer < signature.n_in
         array_types.append(types_module.Array(element, rank, "C", readonly and is_input))
     return tuple(array_types)
+
+
+def _compile_readonly_or_writable(
+    compiler: str, compile_types: Callable[[tuple], Any], types_module: Any, signature: _Signature
+) -> tuple[Any, Exception | None]:
+    """Compile a kernel for read-only inputs.  If that fails, compile it for writable inputs.
+
+    Helpers with explicit signatures only accept writable arrays.  Return what `compile_types(types of all buffers)`
+    returns, and the error for read-only inputs, or None.  `compiler` is a part of errors.
+    """
+    try:
+        return compile_types(_array_types(types_module, signature)), None
+    except Exception as readonly_error:
+        try:
+            return compile_types(_array_types(types_module, signature, readonly=False)), readonly_error
+        except Exception:
+            raise _compile_error(compiler, signature, readonly_error) from readonly_error
 
 
 class ShapeError(ValueError):  # public, because its name is in the error's text
@@ -3966,6 +3990,11 @@ def _find_advice(text: str) -> str | None:
     return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
 
 
+def _is_store_to_readonly(error: Exception) -> bool:
+    """Return whether a Numba error says that a kernel stores to a read-only array."""
+    return _find_advice(_plain_text(error)) == _READ_ONLY_ADVICE
+
+
 def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
     text = _plain_text(error)
@@ -3989,25 +4018,24 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #    or if it only compiles for writable arrays, LLVM or Numba's IR proves that the kernel does not write to this input.
 #    LLVM infers the parameter attributes `readonly` (the function does not write through this pointer, or pointers
 #    derived from it) and `readnone`.  Plain loops and array expressions usually get them.  Kernels with tuples of
-#    arrays, BLAS, exceptions and parallel loops often do not.
+#    arrays, BLAS, exceptions and parallel loops often do not.  Numba's IR shows that `np.dot` only reads its operands.
 # 3. Without a proof, the kernel gets a copy of this input.
 #
 # An output is surely never stored to if the kernel only reads it (`_find_only_read`).  LLVM's attributes do not show
 # this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
 
-def _unproven_inputs(kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> set[int]:
-    """Return the inputs to which a kernel may write, as far as Numba's IR shows.
+def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature: _Signature) -> set[int]:
+    """Return the inputs to which a kernel may write.  `only_read` is what `_find_only_read` returns for the kernel.
 
     Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
     """
-    only_read = _find_only_read(kernel)
     passed = {buffer for position, buffer in enumerate(argument_map.args) if position not in only_read}
     return passed.intersection(range(signature.n_in)) - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
 def _check_outputs_are_stored(
-    kernel: Any,
+    only_read: Container,
     argument_map: _ArgumentMap,
     signature: _Signature,
     n_results: int,
@@ -4019,11 +4047,11 @@ def _check_outputs_are_stored(
 ) -> None:
     """Raise an error if a kernel surely never stores to an output or in-out argument.
 
-    `n_results` is the number of outputs without scratch, and `index` is an example for the message, such as ":".
-    `alternative` is the fix if the kernel returns a value besides an `out` parameter.
+    `only_read` is what `_find_only_read` returns for the kernel.  `n_results` is the number of outputs without scratch,
+    and `index` is an example for the message, such as ":".  `alternative` is the fix if the kernel returns a value
+    besides an `out` parameter.
     """
     n_in = signature.n_in
-    only_read = _find_only_read(kernel)
     aliased_input = {n_in + j: i for i, j in signature.aliases}
     for position, (name, buffer) in enumerate(argument_map.named_args(parameters)):
         if position in only_read and n_in <= buffer < n_in + n_results:
@@ -4148,32 +4176,45 @@ class _VariableUses:
 
     def add_call(self, viewed: list, call: Any) -> None:
         """Add the uses in a call.  `viewed` gets the variables of which the result may be a view."""
-        from numba.core import ir
-
         callee = self.definitions[call.func.name]
-        only_read = _arguments_only_read(callee, self.call_stack)
-        for position, argument in enumerate(call.args):
+        function = self.captured_value(callee)
+        method = callee.attr if function is None and getattr(callee, "op", "") == "getattr" else ""
+        only_read: set = set()  # positions
+        if _decorated_backend(function) is not None and function not in self.call_stack:
+            only_read = _find_only_read(function, self.call_stack)
+        n_operands = 0  # `np.dot(a, b, out)` and `a.dot(b)` only read a and b, and return no view of them
+        if function is np.dot:
+            n_operands = 2
+        elif method == "dot":
+            n_operands = 1
+        for position, argument in enumerate(call.args[n_operands:]):
             (viewed if position in only_read else self.stored).append(argument)
         self.stored += [argument for _, argument in call.kws] + ([call.vararg] if call.vararg else [])
-        # A method may store to its object, such as `x.sort()`.  Only `x.view` is known to return a view.
-        is_view = isinstance(callee, ir.Expr) and callee.op == "getattr" and callee.attr == "view"
-        (viewed if is_view else self.stored).append(call.func)
+        # Other methods may store to their object, such as `x.sort()`.  Only `x.view` is known to return a view.
+        if method != "dot":
+            (viewed if method == "view" else self.stored).append(call.func)
 
+    def captured_value(self, definition: Any) -> Any:
+        """Return the captured value that a definition refers to, also as an item of a module or of a named tuple.
 
-def _arguments_only_read(callee: Any, call_stack: tuple) -> set:
-    """Return the positions of the arguments that a called helper only reads; an empty set for other functions."""
-    from numba.core import ir
+        If it refers to anything else, return None.
+        """
+        from numba.core import ir
 
-    helper = callee.value if isinstance(callee, (ir.Global, ir.FreeVar)) else None
-    is_helper = _decorated_backend(helper) is not None and helper not in call_stack
-    return _find_only_read(helper, call_stack) if is_helper else set()
+        if isinstance(definition, (ir.Global, ir.FreeVar)):
+            return definition.value
+        if isinstance(definition, ir.Expr) and definition.op == "getattr":
+            owner = self.captured_value(self.definitions.get(definition.value.name))
+            if isinstance(owner, (types.ModuleType, tuple)):
+                return getattr(owner, definition.attr, None)
+        return None
 
 
 # Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
-# writable views of it: `x.flat[0] = 1`, `np.nditer`, typed lists and dicts of arrays, `np.nan_to_num(x, copy=False)`.
-# `np.dot` writes to its argument `out`, for which `_may_ignore_readonly` has a check of its own.
+# writable views of it: `x.flat[0] = 1`, `np.nditer`, typed lists and dicts of arrays, `np.nan_to_num(x, copy=False)`,
+# `np.dot(a, b, out=x)`.
 _IGNORE_READONLY = frozenset(
-    "Dict List ascontiguousarray asfortranarray dict fill_diagonal flat nan_to_num nditer typed".split()
+    "Dict List ascontiguousarray asfortranarray dict dot fill_diagonal flat nan_to_num nditer typed".split()
 )
 
 
@@ -4184,35 +4225,18 @@ def _may_ignore_readonly(kernel: Any) -> bool:
     """
     for helper in _kernel_and_helpers(kernel):
         function = _py_func(helper)
-        code, *nested_codes = _code_and_nested(getattr(function, "__code__", _EMPTY_CODE))
+        code = getattr(function, "__code__", _EMPTY_CODE)
         values = [helper, *(value for _, value in _captured_values(function))]
         names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
-        if not _IGNORE_READONLY.isdisjoint(names) or any(hasattr(value, "gufunc_builder") for value in values):
+        is_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
+        if is_gufunc or not _IGNORE_READONLY.isdisjoint(names) or any(map(_builds_dict, _code_and_nested(code))):
             return True
-        if any(map(_builds_dict, [code, *nested_codes])):
-            return True
-        # Numba's IR does not show the calls in nested functions, so there any `dot` counts.
-        if any("dot" in nested.co_names for nested in nested_codes):
-            return True
-        for name, _, call in _named_calls(_numba_ir(helper)):
-            if name == "dot" and (len(call.args) > 2 or call.kws or call.vararg):
-                return True
     return False
 
 
 def _builds_dict(code: types.CodeType) -> bool:
     """Return whether a code object has a dict display, which is a typed dict in Numba."""
     return any(x.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for x in dis.get_instructions(code))
-
-
-def _named_calls(numba_ir: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield (name of the function, its module, call) for the calls in Numba's IR.  Unknown names are empty."""
-    from numba.core import ir_utils
-
-    for block in numba_ir.blocks.values() if numba_ir else ():
-        for call in block.find_exprs("call"):
-            name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
-            yield name, str(module), call
 
 
 # -- 7.4 What the code of a kernel uses ----------------------------------------------------------------
@@ -4678,35 +4702,20 @@ def _written_input_error(title: str, name: str, stores: Sequence[_Store]) -> Typ
     )
 
 
-def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index_function: str) -> None:
-    """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
-
-    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
-    """
-    if n_dims != n_indices:
-        raise ValueError(
-            f"launch_dims needs one number for each index of a thread, without the dimensions of vectors. {title}: "
-            f"{launch} has {n_dims} dimensions, but {index_function} gives {n_indices} indices."
-        )
-
-
 # ======================================================================================================
 # 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
 # Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
 # simulator.  The CUDA target that is a part of Numba is treated like numba-cuda.  All but the simulator compile a
-# kernel to machine code.  This section loads the machine code on each GPU, using
-# CUDA's driver API, and writes a handler that launches it.  Section 6 calls `_write_stream` and
-# `_write_stream_and_device` of 9.3, for outputs and for Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
-#
-# A launch configuration is a tuple of 7 integers: grid (x, y, z), block (x, y, z), shared_mem.  The launch attribute of
-# a call begins with it.
+# kernel to machine code.  This section loads the machine code on each GPU, using CUDA's driver API, and writes a
+# handler that launches it.  Section 6 calls `_write_stream` and `_write_stream_and_device` of 9.3, for outputs and for
+# Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
 # What a new version of these packages may break:
 # - With an error: `compile`, `targetoptions`, `py_func` and `_can_compile` of dispatchers; `_codelibrary` and
 #   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `type_annotation.calltypes` and `.typemap` of these;
 #   `cuda.gpus`, `from_cuda_array_interface`, `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the
-#   simulator.
+#   simulator; `ir_utils.find_callname` and `.find_const` of Numba.
 # - Silently: the layout of parameters, launches that need more than cuLaunchKernel (`check_launch`), the PTX of code
 #   that depends on z (`_PTX_MAY_DEPEND_ON_Z`), whether compiled code keeps arrays alive, and whether XLA makes the
 #   context of the call's device current.  Run the tests named test_fakecuda before a version counts as supported.
@@ -4721,7 +4730,6 @@ _CUDA_LIMIT_FIXES = {
     "block": "Use smaller blocks and a larger grid.",
     "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
 }
-_CUDA_LAUNCH_WORDS = 7  # integers of a launch configuration
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_PLATFORM_PHRASE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
@@ -4897,6 +4905,36 @@ def numba_cuda_callable(
 # -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
 
 
+class _LaunchConfig(NamedTuple):
+    """A launch configuration, in the order of cuLaunchKernel's parameters.
+
+    The launch attribute of a call begins with these int64s.  In generated code, the fields are `_Int64` objects.
+    """
+
+    grid_x: Any  # blocks
+    grid_y: Any
+    grid_z: Any
+    block_x: Any  # threads
+    block_y: Any
+    block_z: Any
+    shared_mem: Any  # bytes of dynamic shared memory
+
+    @property
+    def grid(self) -> tuple:
+        return self[:3]
+
+    @property
+    def block(self) -> tuple:
+        return self[3:6]
+
+    @property
+    def threads_per_block(self) -> Any:
+        return math.prod(self.block)
+
+
+_CUDA_LAUNCH_WORDS = len(_LaunchConfig._fields)
+
+
 def _ints(value: Any, error_text: str) -> tuple:
     """Return an int, or several ints, as a tuple.  Raise a TypeError for other values."""
     values = value if isinstance(value, (tuple, list)) else (value,)
@@ -4906,16 +4944,16 @@ def _ints(value: Any, error_text: str) -> tuple:
         raise TypeError(error_text) from None
 
 
-def _int_in_range(name: str, value: Any, minimum: int, maximum: int, rest_of_error: str) -> int:
+def _int_in_range(name: str, value: Any, minimum: int, maximum: int, fix: str) -> int:
     """Return the value of an option as an int.  Raise an error if it is not an int, or is out of range."""
-    error_text = f"{name} must be an int from {minimum} to {maximum}; got {value!r}{rest_of_error}"
+    error_text = f"{name} must be an int from {minimum} to {maximum}; got {value!r}. {fix}"
     [number] = _ints((value,), error_text)
     if not minimum <= number <= maximum:
         raise ValueError(error_text)
     return number
 
 
-def _dim3(name: str, value: Any, origin: str = "") -> tuple:
+def _dim3(name: str, value: Any, origin: str = "") -> tuple[int, int, int]:
     """Return the sizes (x, y, z) that an option gives as an int or as one to three ints.  Check CUDA's limits.
 
     `origin` is a part of errors.  It says from which option the value was computed.
@@ -4925,13 +4963,44 @@ def _dim3(name: str, value: Any, origin: str = "") -> tuple:
     if not 1 <= len(sizes) <= 3:
         raise ValueError(error_text)
     xyz = (*sizes, 1, 1)[:3]
-    rest_of_error = f" in {name}={xyz}{origin}. {_CUDA_LIMIT_FIXES[name]}"
+    fix = _CUDA_LIMIT_FIXES[name]
     minimum = 1 if name == "block" else 0
     for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name]):
-        _int_in_range(f"{name}.{axis}", size, minimum, limit, rest_of_error)
-    if name == "block":
-        _int_in_range("The number of threads in a block", math.prod(xyz), 1, _CUDA_MAX_THREADS, rest_of_error)
+        if not minimum <= size <= limit:
+            raise ValueError(
+                f"{name}.{axis} must be an int from {minimum} to {limit}; got {size} in {name}={xyz}{origin}. {fix}"
+            )
+    n_threads = math.prod(xyz)
+    if name == "block" and n_threads > _CUDA_MAX_THREADS:
+        raise ValueError(f"A block has at most {_CUDA_MAX_THREADS} threads; block={xyz} has {n_threads}. {fix}")
     return xyz
+
+
+def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index_function: str) -> None:
+    """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
+
+    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
+    """
+    if n_dims != n_indices:
+        raise ValueError(
+            f"launch_dims needs one number for each index of a thread, without the dimensions of vectors. {title}: "
+            f"{launch} has {n_dims} dimensions, but {index_function} gives {n_indices} indices."
+        )
+
+
+def _cuda_grid_rank(kernel: Any) -> int:
+    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if there are none."""
+    from numba.core import ir_utils
+
+    ranks = [0]
+    for function in _kernel_and_helpers(kernel):
+        numba_ir = _numba_ir(function)
+        for block in numba_ir.blocks.values() if numba_ir else ():
+            for call in block.find_exprs("call"):
+                name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
+                if name == "grid" and _is_library_module(str(module)):
+                    ranks.append(ir_utils.guard(ir_utils.find_const, numba_ir, call.args[0]) or 0)
+    return max(ranks)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -4952,8 +5021,8 @@ class _CudaOptions(_Options):
                 f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
                 "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
             )
-        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, ". Pass shared_mem=4 * n_floats.")
-        fix = ". For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
+        self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, "Pass shared_mem=4 * n_floats.")
+        fix = "For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
         _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
 
 
@@ -4971,7 +5040,7 @@ class _CudaWrapper(_NumbaWrapper):
         return call.bind(operands)
 
     def _find_cuda_target(
-        self, package: _NumbaCuda, call: _CallParams, compile_handler: Callable, freezes_globals: bool, *key: Any
+        self, package: _CudaPackage, call: _CallParams, compile_handler: Callable, freezes_globals: bool, *key: Any
     ) -> _Target:
         """Return the target of a call.
 
@@ -5014,19 +5083,21 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
-        launch = self._launch_config(call.ins, checks_indices=True)
+        config = self._launch_config(call.ins, checks_indices=True)
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
 
         def compile_handler(signature: _Signature) -> _CompiledHandler | None:
+            only_read = _find_only_read(self.kernel)
             handler = None
             if package.runs_here:
-                check_inputs = functools.partial(self._check_inputs, argument_map, signature)
-                handler = package.compile_to_handler(self.kernel, argument_map, in_order, signature, check_inputs)
+                inputs = _unproven_inputs(only_read, argument_map, signature)
+                unproven = argument_map.names_of(inputs, self.parameters)
+                handler = package.compile_handler(self.kernel, argument_map, signature, in_order, unproven)
             if checks_outputs:
                 _check_outputs_are_stored(
-                    self.kernel,
+                    only_read,
                     argument_map,
                     signature,
                     len(call.outs),
@@ -5039,67 +5110,28 @@ class _CudaKernel(_CudaWrapper):
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
         key = argument_map, in_order, checks_outputs
         target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
-        target = dataclasses.replace(target, launch=launch, is_noop=0 in launch[:3])
+        target = dataclasses.replace(target, launch=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
             # An exported program finds this target by its name, and may contain a batch that this process never lowers.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _check_inputs(
-        self,
-        argument_map: _ArgumentMap,
-        signature: _Signature,
-        dispatcher: Any,
-        compiled: Any,
-        readonly_error: Exception | None,
-    ) -> None:
-        """Raise an error if the kernel may write to an input.
-
-        Args:
-          argument_map: the buffer of each parameter.
-          signature: the buffers.
-          dispatcher: the kernel, or an adapter that calls it.
-          compiled: what the dispatcher has compiled.
-          readonly_error: why the compilation for read-only inputs failed; None if it succeeded.
-        """
-        unproven = _unproven_inputs(self.kernel, argument_map, signature)
-        names = [repr(name) for name, buffer in argument_map.named_args(self.parameters) if buffer in unproven]
-        if not names:
-            return
-        rule = f"Inputs are read-only, because JAX may share them. {self.title}"
-        shown = " or ".join(names)
-        fix = f"Write to an output, or list the input in in_out_argnames=[{names[0]}]."
-        if readonly_error:
-            if _find_advice(_plain_text(readonly_error)) == _READ_ONLY_ADVICE:
-                raise TypeError(f"{rule} writes to input {shown}. {fix}\n{readonly_error}") from readonly_error
-            raise TypeError(
-                f"{rule} may write to input {shown}: it compiles only for writable arrays. {fix} If it only reads "
-                "the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
-                f"Numba's error for read-only arrays:\n{readonly_error}"
-            ) from readonly_error
-        statement = _find_store_to_readonly(dispatcher, compiled, self.package.array_types(signature))
-        if statement:
-            raise TypeError(
-                f"{rule} may write to input {shown}: Numba CUDA ignores that the array is read-only in "
-                f"{statement}. {fix}"
-            )
-
-    def _launch_config(self, ins: Sequence[Spec], checks_indices: bool = False) -> tuple:
-        """Return the grid, the block and shared_mem, as the handler reads them from the attribute `launch`.
+    def _launch_config(self, ins: Sequence[Spec], checks_indices: bool = False) -> _LaunchConfig:
+        """Return the launch configuration of a call.
 
         If `checks_indices`, raise an error if `launch_dims` does not fit the number of indices of `cuda.grid`.
         """
         options = self.options
         dims = self._option_value("launch_dims", ins)
         if dims is None:
-            return *_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem
+            return _LaunchConfig(*_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem)
         threads = _dim3("launch_dims", dims)
         rank = np.size(dims)  # 1 for an int
         if checks_indices and (n_indices := _cuda_grid_rank(self.kernel)):  # 0: unknown
             _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
-        block = _CUDA_BLOCKS.get(rank, (options.threads_per_block, 1, 1))
+        block: tuple[int, int, int] = _CUDA_BLOCKS.get(rank, (options.threads_per_block, 1, 1))
         grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return *_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem
+        return _LaunchConfig(*_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem)
 
 
 def _has_helper_for_writable_arrays(function: Any) -> bool:
@@ -5113,55 +5145,6 @@ def _has_helper_for_writable_arrays(function: Any) -> bool:
         if is_device_function and not helper._can_compile and "Array(" in str([*helper.overloads]):
             return True
     return False
-
-
-# Functions of Numba CUDA that store to their first argument, even if it is read-only, besides those of `cuda.atomic`.
-_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())
-
-
-def _find_store_to_readonly(dispatcher: Any, compiled: Any, argument_types: tuple) -> str | None:
-    """Return a statement in which Numba CUDA may store to a read-only array; None if there is none.
-
-    The types that Numba inferred for a kernel and its helpers show these statements: atomics, stores with cache hints,
-    stores through `.flat` and, in numba-cuda-mlir 0.6.0, writable results of `.view`.
-    """
-    if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
-        uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
-        compiled = uncached.compile(argument_types)
-    annotations = [compiled.type_annotation]
-    for annotation in annotations:  # the list grows in this loop
-        for statement, signature in annotation.calltypes.items():
-            if type(statement).__name__ in ("SetItem", "StaticSetItem"):
-                array_type = getattr(signature.args[0], "array_type", None)  # of `x.flat`
-                is_store = not getattr(array_type, "mutable", True)
-            elif signature and statement.op == "call":
-                callee_type = annotation.typemap[statement.func.name]
-                helper = getattr(getattr(callee_type, "dispatcher", None), "overloads", {}).get(signature.args)
-                if helper and helper.type_annotation not in annotations:
-                    annotations.append(helper.type_annotation)
-                is_store = _may_store_to_readonly(callee_type, signature)
-            else:
-                is_store = False
-            if is_store:
-                return _statement_text(statement)
-    return None
-
-
-def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
-    """Return whether a function with this Numba type and signature may write to a read-only array."""
-    function = getattr(callee_type, "typing_key", None)
-    if function == "Array.view":
-        return signature.return_type.mutable and not callee_type.this.mutable
-    name = getattr(function, "__qualname__", "")
-    is_store = name.startswith("atomic.") or name in _CUDA_STORES
-    return is_store and _is_library_module(function.__module__) and not getattr(signature.args[0], "mutable", True)
-
-
-def _statement_text(statement: Any) -> str:
-    """Return the source line of a statement in Numba's IR, or its place if there is no source."""
-    location = statement.loc
-    line = linecache.getline(location.filename, location.line).strip()
-    return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5197,9 +5180,9 @@ class _CudaCallable(_CudaWrapper):
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
 _CALLABLE_ERRORS = {
     "Cannot modify readonly array|setitem\\(readonly array|destination is read-only": (
-        "Inputs are read-only, because JAX may share them. A launch or an assignment writes to one. Write to an "
-        "output, or alias an output to the input: input_output_aliases={i: j}. For a temporary copy: tmp = "
-        "cuda.device_array_like(x); tmp.copy_to_device(x, stream=stream)."
+        f"{_READ_ONLY_RULE}. A launch or an assignment writes to one. Write to an output, or alias an output to the "
+        "input: input_output_aliases={i: j}. For a temporary copy: tmp = cuda.device_array_like(x); "
+        "tmp.copy_to_device(x, stream=stream)."
     ),
     "Unsupported stream type|Expected a Stream object": (
         "The arrays and the stream of a callable belong to one CUDA package. Its kernel belongs to another one. "
@@ -5228,12 +5211,11 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 # The differences between numba-cuda, numba-cuda-mlir and the simulator.
 
 
-class _NumbaCuda:
-    """The package numba-cuda, or the CUDA target that is a part of Numba.  The other two are subclasses."""
+class _CudaPackage:
+    """A package that runs kernels of `@cuda.jit`.  Subclasses define `compile_handler` and `callback_emitter`."""
 
-    module = "numba.cuda"
-    platform = "cuda"
-    adapter_inline = "never"  # the option `inline` of a kernel that is called by another kernel (`adapted`)
+    module: str  # the module `cuda`
+    platform: str  # the platform on which JAX calls the kernels
 
     @property
     def cuda(self) -> Any:
@@ -5241,40 +5223,33 @@ class _NumbaCuda:
 
     @property
     def runs_here(self) -> bool:
-        return bool(_cuda_ordinals())
+        """Whether this process has a device.  Otherwise it only lowers programs."""
+        return bool(_local_devices(self.platform))
+
+
+class _NumbaCuda(_CudaPackage):
+    """The package numba-cuda, or the CUDA target that is a part of Numba."""
+
+    module = "numba.cuda"
+    platform = "cuda"
+    adapter_inline = "never"  # the option `inline` of a kernel that is called by another kernel (`adapted`)
 
     # -- compiling --
 
-    def compile_to_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, check_inputs: Callable
+    def compile_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
     ) -> _CompiledHandler:
         """Compile a kernel and its handler.
 
-        The handler launches the kernel once per slice, until `_CudaBatch.compile_once` makes it launch once per batch.
+        `unproven` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the types
+        that Numba infers do not exclude such a store either, raise an error.
         """
         # A batch launch is compiled later.  Its code must contain the same captured values.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, check_inputs)
+        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, unproven)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
-        per_slice_loop = handler.data.inner_loop  # before `_CudaBatch.compile_once` replaces it
-
-        def compile_for_batch() -> tuple:
-            if in_order:
-                raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
-            if uses_z := _PTX_MAY_DEPEND_ON_Z.search(launcher.ptx):
-                raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
-            if names := _device_arrays_written_by(kernel):
-                raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
-            batch_signature = signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks))
-            batch_map = argument_map._replace(slice_ranks=signature.ranks)
-            batch_launcher = self.compile_and_load(self.adapted(kernel, batch_map), batch_signature)
-            if _fingerprint(kernel) != first_fingerprint:  # checked last, because compiling reads the captured values
-                raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-            emitter = _CudaEmitter(self, batch_launcher, per_slice_loop)
-            return _compile_handler(signature, emitter), batch_launcher.max_threads
-
-        # The copy shares `data` and `keep_alive` with `handler`, so replacing `inner_loop` changes both.
-        return handler._replace(batch_launch=_CudaBatch(handler, compile_for_batch))
+        batch = _CudaBatch(self, kernel, argument_map, signature, in_order, first_fingerprint, launcher.ptx, handler)
+        return handler._replace(batch_launch=batch)  # the copy shares `data` and `keep_alive` with `handler`
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
         """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature.
@@ -5292,15 +5267,11 @@ class _NumbaCuda:
             function = argument_map.make_adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, options)
 
-    def compile_and_load(
-        self, dispatcher: Any, signature: _Signature, check_inputs: Callable[..., None] | None = None
-    ) -> _CudaLauncher:
+    def compile_and_load(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str] = ()) -> _CudaLauncher:
         """Compile a kernel for the buffers of a signature, check it, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled, readonly_error = self.compile_for_signature(dispatcher, signature)
-            if check_inputs:
-                check_inputs(dispatcher, compiled, readonly_error)
+            compiled = self.compile(dispatcher, signature, unproven)
             ptx, entry = self.ptx_and_entry(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
@@ -5312,27 +5283,28 @@ class _NumbaCuda:
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
         return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
 
-    def compile_for_signature(self, dispatcher: Any, signature: _Signature) -> tuple[Any, Exception | None]:
-        """Compile a kernel for the current device.
-
-        Inputs are compiled as read-only arrays.  If that fails, they are compiled as writable arrays, because helpers
-        with explicit signatures accept only these.  Return the compiled kernel, and the error for read-only arrays.
-        """
-        try:
-            return dispatcher.compile(self.array_types(signature)), None
-        except Exception as error:
-            try:
-                return dispatcher.compile(self.array_types(signature, readonly=False)), error
-            except Exception:
-                raise _compile_error(self.module, signature, error) from error
-
-    def array_types(self, signature: _Signature, readonly: bool = True) -> tuple:
-        """Return the package's types of all buffers.  Inputs are read-only by default."""
+    def compile(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str]) -> Any:
+        """Compile a kernel for the current device.  Raise an error if it may write to one of the unproven inputs."""
         import numba
 
-        # The CUDA target that is part of Numba uses Numba's types.
+        # The CUDA target that is a part of Numba uses Numba's types.
         types_module = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
-        return _array_types(types_module, signature, readonly)
+        compiled, readonly_error = _compile_readonly_or_writable(
+            self.module, dispatcher.compile, types_module, signature
+        )
+        if not unproven:
+            return compiled
+        title = f"Kernel {signature.label!r}"
+        if readonly_error:
+            raise _writable_only_error(title, unproven, readonly_error) from readonly_error
+        typed = compiled
+        if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
+            uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
+            typed = uncached.compile(_array_types(types_module, signature))
+        if statement := _find_store_to_readonly(typed.type_annotation):
+            reason = f": Numba CUDA ignores that the array is read-only in {statement}"
+            raise _read_only_input_error(f"{title} may write", unproven, reason)
+        return compiled
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
@@ -5463,15 +5435,16 @@ class _NumbaCudaMlir(_NumbaCuda):
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
-class _CudaSimulator(_NumbaCuda):
+class _CudaSimulator(_CudaPackage):
     """Numba's simulator, which runs one kernel at a time, in Python."""
 
+    module = "numba.cuda"
     platform = "cpu"
-    runs_here = True
 
-    def compile_to_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, in_order: bool, signature: _Signature, check_inputs: Callable
+    def compile_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
     ) -> _CompiledHandler:
+        """Compile a handler.  NumPy rejects stores to inputs when the kernel runs."""
         adapter = argument_map.make_adapter(kernel.py_func)
 
         def call_adapter(*buffers: Any) -> None:
@@ -5485,7 +5458,7 @@ class _CudaSimulator(_NumbaCuda):
 
         def run(arrays: list, stream: Any, launch_address: int) -> None:
             config = _read_launch_config(launch_address)
-            simulated[config[:3], config[3:6], stream, config[6]](*arrays)
+            simulated[config.grid, config.block, stream, config.shared_mem](*arrays)
 
         return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
@@ -5524,7 +5497,7 @@ def _uses_cudasim() -> bool:
     return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
-def _cuda_package(value: Any) -> _NumbaCuda | None:
+def _cuda_package(value: Any) -> _NumbaCuda | _CudaSimulator | None:
     """Return the package of a kernel or of a module `cuda`, and None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
     if module.startswith("numba_cuda_mlir"):
@@ -5534,14 +5507,14 @@ def _cuda_package(value: Any) -> _NumbaCuda | None:
     return None
 
 
-def _callable_package(func: Any) -> _NumbaCuda:
+def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
     """Return the package whose arrays and stream a callable gets.
 
     This is the package of a kernel, or of a module `cuda`, that the callable captures.  If it captures none or both,
     this is the package that is imported.  If none or both are imported, this is numba-cuda-mlir if it is installed.
     """
     numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
-    packages = [numba_cuda, _NUMBA_CUDA_MLIR]
+    packages = numba_cuda, _NUMBA_CUDA_MLIR
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
     for known in ([x for x in packages if x in captured], [x for x in packages if x.module in sys.modules]):
@@ -5551,9 +5524,65 @@ def _callable_package(func: Any) -> _NumbaCuda:
     return _NUMBA_CUDA_MLIR if has_mlir else numba_cuda
 
 
+def _writable_only_error(title: str, names: Sequence[str], readonly_error: Exception) -> TypeError:
+    """Return the error for a kernel that compiles only for writable inputs, and may write to one of these."""
+    text = _plain_text(readonly_error)
+    if _is_store_to_readonly(readonly_error):
+        return _read_only_input_error(f"{title} writes", names, more=f"\n{text}")
+    reason = ": it compiles only for writable arrays"
+    advice = "If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures."
+    return _read_only_input_error(
+        f"{title} may write", names, reason, f" {advice}\nNumba's error for read-only arrays:\n{text}"
+    )
+
+
+# Functions of Numba CUDA that store to their first argument, even if it is read-only, besides those of `cuda.atomic`.
+_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())
+
+
+def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
+    """Return a statement in which Numba CUDA may store to a read-only array; None if there is none.
+
+    `kernel_annotation` has the types that Numba inferred for a kernel.  They show these statements, also in helpers:
+    atomics, stores with cache hints, stores through `.flat` and, in numba-cuda-mlir 0.6.0, writable results of `.view`.
+    """
+    annotations = [kernel_annotation]
+    for annotation in annotations:  # the list grows in this loop
+        for statement, signature in annotation.calltypes.items():
+            if type(statement).__name__ in ("SetItem", "StaticSetItem"):
+                array_type = getattr(signature.args[0], "array_type", None)  # of `x.flat`
+                if not getattr(array_type, "mutable", True):
+                    return _statement_text(statement)
+            elif signature and statement.op == "call":
+                callee_type = annotation.typemap[statement.func.name]
+                if _may_store_to_readonly(callee_type, signature):
+                    return _statement_text(statement)
+                helper = getattr(getattr(callee_type, "dispatcher", None), "overloads", {}).get(signature.args)
+                if helper and helper.type_annotation not in annotations:
+                    annotations.append(helper.type_annotation)
+    return None
+
+
+def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
+    """Return whether a function with this Numba type and signature may write to a read-only array."""
+    function = getattr(callee_type, "typing_key", None)
+    if function == "Array.view":
+        return signature.return_type.mutable and not callee_type.this.mutable
+    name = getattr(function, "__qualname__", "")
+    is_store = name.startswith("atomic.") or name in _CUDA_STORES
+    return is_store and _is_library_module(function.__module__) and not getattr(signature.args[0], "mutable", True)
+
+
+def _statement_text(statement: Any) -> str:
+    """Return the source line of a statement in Numba's IR, or its place if there is no source."""
+    location = statement.loc
+    line = linecache.getline(location.filename, location.line).strip()
+    return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
+
+
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel, except for the layout of parameters (`params`) and `_PTX_MAY_DEPEND_ON_Z`.
+# compiled a kernel, except for the layout of parameters (`params`).
 #
 # As in section 6, functions with a parameter `ir` (the builder) run once, to generate code of a handler.  Their
 # docstrings describe the generated code: "Load x" means that the handler loads x in each call.
@@ -5586,16 +5615,13 @@ class _LibCuda:
         self.library.cuGetErrorName(code, ctypes.byref(name))
         return (name.value or b"an unknown error").decode()
 
-    def exceeded_limits_text(self, function: int, config: tuple) -> str:
+    def exceeded_limits_text(self, function: int, config: _LaunchConfig) -> str:
         """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
+        threads = "threads in a block, because of its registers or launch bounds"
         text = ""
         for attribute, size, unit in (
-            (
-                _FUNC_MAX_THREADS_PER_BLOCK,
-                math.prod(config[3:6]),
-                "threads in a block, because of its registers or launch bounds",
-            ),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config[6], "bytes of dynamic shared memory"),
+            (_FUNC_MAX_THREADS_PER_BLOCK, config.threads_per_block, threads),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config.shared_mem, "bytes of dynamic shared memory"),
         ):
             with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
                 limit = self.function_attribute(function, attribute)
@@ -5643,44 +5669,6 @@ class _LibCuda:
         return function
 
 
-_SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
-# Finds the PTX of kernels for which the blocks along z cannot be slices: they read z of their blocks or grid, use
-# clusters, or call external functions that may do so.
-_PTX_MAY_DEPEND_ON_Z = re.compile(
-    r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
-    r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
-)
-# {kernel: its fingerprint at its first compilation}
-_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
-
-
-def _device_arrays_written_by(kernel: Any) -> list[str]:
-    """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
-    names = []
-    for function in _kernel_and_helpers(kernel):
-        only_read = _find_only_read(function)
-        captured = _captured_values(_py_func(function))
-        names += [name for name, value in captured if _is_device_array(value) and name not in only_read]
-    return names
-
-
-def _is_device_array(value: Any) -> bool:
-    return not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-
-
-def _cuda_grid_rank(kernel: Any) -> int:
-    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if there are none."""
-    from numba.core import ir_utils
-
-    ranks = [0]
-    for function in _kernel_and_helpers(kernel):
-        numba_ir = _numba_ir(function)
-        for name, module, call in _named_calls(numba_ir):
-            if name == "grid" and _is_library_module(module):
-                ranks.append(ir_utils.guard(ir_utils.find_const, numba_ir, call.args[0]) or 0)
-    return max(ranks)
-
-
 def _write_xla_query(ir: _HandlerBuilder, frame: _StructPointer, function: str, args_struct: Any) -> Any:
     """Call a function of XLA's API that fills in its struct of arguments.  If it fails, return its error to XLA."""
     args = ir.new_struct(args_struct, ctx=frame.ctx)
@@ -5700,15 +5688,15 @@ def _write_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tupl
     return _write_stream(ir, frame), ordinal
 
 
-def _write_launch_config_loads(ir: _HandlerBuilder, frame: _StructPointer) -> list[_Int64]:
+def _write_launch_config_loads(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
     """Load the launch configuration of the call."""
     first = ir.launch_attribute(frame)
-    return [ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)]
+    return _LaunchConfig(*[ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
 
 
-def _read_launch_config(address: int) -> tuple:
+def _read_launch_config(address: int) -> _LaunchConfig:
     """Return the launch configuration at an address.  This runs in Python, in a call."""
-    return tuple((_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
+    return _LaunchConfig(*(_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _CudaLauncher:
@@ -5734,7 +5722,7 @@ class _CudaLauncher:
 
         def report(code: int, function: int, launch_address: int) -> int:  # runs in Python, if a launch has failed
             config = _read_launch_config(launch_address)
-            shown = f"grid={config[:3]}, block={config[3:6]}, shared_mem={config[6]}"
+            shown = f"grid={config.grid}, block={config.block}, shared_mem={config.shared_mem}"
             exceeded = libcuda.exceeded_limits_text(function, config)
             text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
             return _store_error_message(RuntimeError(text), label)
@@ -5748,11 +5736,11 @@ class _CudaLauncher:
         """
         stream, ordinal = _write_stream_and_device(ir, frame)
         function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
-        x, y, z, *block_and_shared_mem = _write_launch_config_loads(ir, frame)
+        config = _write_launch_config_loads(ir, frame)
 
-        def write_launch(params: list, z: Any = z) -> None:
+        def write_launch(params: list, z: Any = config.grid_z) -> None:
             extra = 0  # the last parameter of cuLaunchKernel
-            args = function, x, y, z, *block_and_shared_mem, stream, ir.array(params), extra
+            args = function, *config._replace(grid_z=z), stream, ir.array(params), extra
             code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
             with ir.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
                 ir.fail(frame, ir.call(self.report, code, function, ir.launch_attribute(frame)))
@@ -5761,43 +5749,19 @@ class _CudaLauncher:
 
 
 class _CudaEmitter(_Emitter):
-    """An emitter of code that launches a kernel: once per slice, or in a batch launch once for many slices.
-
-    In a batch launch, the blocks along z are the slices.  It uses a second compilation of the kernel, whose arrays have
-    the slice as their first dimension.  If a call already uses z, or needs more threads in a block than the second
-    compilation allows, the handler launches the first one instead, once per slice.
-    """
+    """An emitter of code that launches a kernel once per slice."""
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, per_slice_loop: int = 0) -> None:
-        """Create an emitter.
-
-        Args:
-          package: the package that has compiled the kernel.
-          launcher: the kernel.
-          per_slice_loop: for batch launches, the address of `inner_loop` of the handler that launches once per slice;
-            otherwise 0.
-        """
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda
-        self.per_slice_loop = per_slice_loop
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        if self.per_slice_loop:
-            config = _write_launch_config_loads(ir, frame)
-            grid_has_z = config[2] > 1
-            has_too_many_threads = math.prod(config[3:6]) > self.launcher.max_threads
-            with ir.if_(grid_has_z | has_too_many_threads, likely=False):
-                ir.ret(ir.call(self.per_slice_loop, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
-        if self.per_slice_loop:
-            with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
-                write_launch(self._store_params(ir, arrays), z=n_slices)
-        else:
-            with ir.each_slice(buffers, count) as arrays:
-                write_launch(self._store_params(ir, arrays))
+        with ir.each_slice(buffers, count) as arrays:
+            write_launch(self._store_params(ir, arrays))
 
     def _store_params(self, ir: _HandlerBuilder, arrays: Sequence[_KernelArray]) -> list:
         """Store the kernel's parameters on the stack, and return their addresses."""
@@ -5806,41 +5770,117 @@ class _CudaEmitter(_Emitter):
         return [first + 8 * i for i in range(len(params))]
 
 
+# -- 9.4 A batch in one launch ------------------------------------------------------------------------
+# On a GPU, a batch is one launch, whose blocks along z are the slices.  This launch needs a second compilation of the
+# kernel, whose arrays have the slice as their first dimension.  It is compiled when a batch is lowered for the first
+# time.  Then `_CudaBatch` replaces the inner loop that the registered handler runs for a batch
+# (`_HandlerData.inner_loop`), so existing and exported programs use the new code, too:
+#
+#     at first                the loop of `_CudaEmitter`: one launch per slice
+#     after `compile_once`    the loop of `_CudaBatchEmitter`: one launch for up to 65,535 slices.  It calls the first
+#                             loop if a call already uses z, or needs more threads in a block than the second
+#                             compilation allows.
+
+_SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
+# Finds the PTX of kernels for which the blocks along z cannot be slices: they read z of their blocks or grid, use
+# clusters, or call external functions that may do so.
+_PTX_MAY_DEPEND_ON_Z = re.compile(
+    r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
+    r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
+)
+# {kernel: its fingerprint at its first compilation}
+_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
+
+
+def _device_arrays_written_by(kernel: Any) -> list[str]:
+    """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
+    names = []
+    for function in _kernel_and_helpers(kernel):
+        only_read = _find_only_read(function)
+        captured = _captured_values(_py_func(function))
+        for name, value in captured:
+            is_array = not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
+            if is_array and name not in only_read:
+                names.append(name)
+    return names
+
+
+class _CudaBatchEmitter(_CudaEmitter):
+    """An emitter of code that launches a kernel once for many slices."""
+
+    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, loop_per_slice: int) -> None:
+        """Create an emitter.  `loop_per_slice` is the address of the inner loop that `_CudaEmitter` has written."""
+        super().__init__(package, launcher)
+        self.loop_per_slice = loop_per_slice
+
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        config = _write_launch_config_loads(ir, frame)
+        has_too_many_threads = config.threads_per_block > self.launcher.max_threads
+        with ir.if_((config.grid_z > 1) | has_too_many_threads, likely=False):
+            ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
+        write_launch = self.launcher.write_launch_setup(ir, frame)
+        with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+            write_launch(self._store_params(ir, arrays), z=n_slices)
+
+
+@dataclasses.dataclass
 class _CudaBatch:
-    """The batch launch of a kernel, which is compiled when a batch is lowered for the first time.
+    """The batch launch of a kernel, and the registered handler, which uses it once it is compiled."""
 
-    The target name does not change, so existing and exported programs use the new code, too.
-    """
+    package: _NumbaCuda
+    kernel: Any
+    argument_map: _ArgumentMap  # this and the next fields describe the kernel for one slice
+    signature: _Signature
+    in_order: bool
+    first_fingerprint: _Fingerprint  # of the kernel when it was compiled
+    ptx: str
+    handler: _CompiledHandler
+    was_tried: bool = False  # whether the compilation for batches was tried
+    batch_launcher: _CudaLauncher | None = None  # None if it was not tried, or failed
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
 
-    def __init__(self, registered_handler: _CompiledHandler, compile_for_batch: Callable) -> None:
-        self.registered_handler = registered_handler  # at first it launches once per slice
-        self.compile_for_batch = compile_for_batch  # returns a handler, and the most threads of its blocks
-        self.was_tried = False
-        self.max_threads = _CUDA_MAX_THREADS  # the most threads that a block of the batch launch can have
-        self.lock = threading.Lock()
-
-    def compile_once(self, grid: tuple, block: tuple) -> None:
+    def compile_once(self, launch: Sequence[int]) -> None:
         """Compile the batch launch, unless that was tried before.  From then on, the registered handler uses it.
 
         The caller logs the exceptions, as the reasons why a batch has a launch per slice.
 
         Raises:
-          _BatchLaunchUnsupported: if a batch with this grid and block cannot be one launch.
+          _BatchLaunchUnsupported: if a batch with this launch attribute cannot be one launch.
           Exception: of any type, if the compilation fails.  Later calls return, so the reason is logged once.
         """
-        if grid[2] > 1:
-            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: {grid=}")
+        config = _LaunchConfig(*launch)
+        if config.grid_z > 1:
+            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: grid={config.grid}")
         with self.lock:
             if not self.was_tried:
                 self.was_tried = True
-                batch_handler, self.max_threads = self.compile_for_batch()
-                self.registered_handler.keep_alive.append(batch_handler)
+                self.batch_launcher = self._compile_for_batches()
+                emitter = _CudaBatchEmitter(self.package, self.batch_launcher, self.handler.data.inner_loop)
+                batch_handler = _compile_handler(self.signature, emitter)
+                self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-                self.registered_handler.data.inner_loop = batch_handler.data.inner_loop
-        if math.prod(block) > self.max_threads:
+                self.handler.data.inner_loop = batch_handler.data.inner_loop
+        if self.batch_launcher and config.threads_per_block > self.batch_launcher.max_threads:
+            limit = self.batch_launcher.max_threads
             raise _BatchLaunchUnsupported(
-                f"a block of the kernel for batches can have {self.max_threads} threads, and {block=}"
+                f"a block of the kernel for batches can have {limit} threads, and block={config.block}"
             )
+
+    def _compile_for_batches(self) -> _CudaLauncher:
+        """Compile and load the kernel for batches."""
+        if self.in_order:
+            raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
+        if uses_z := _PTX_MAY_DEPEND_ON_Z.search(self.ptx):
+            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
+        if names := _device_arrays_written_by(self.kernel):
+            raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
+        batch_signature = self.signature._replace(ranks=tuple(rank + 1 for rank in self.signature.ranks))
+        batch_map = self.argument_map._replace(slice_ranks=self.signature.ranks)
+        batch_kernel = self.package.adapted(self.kernel, batch_map)
+        launcher = self.package.compile_and_load(batch_kernel, batch_signature)
+        if _fingerprint(self.kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
+            raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
+        return launcher
 
 
 # ======================================================================================================
@@ -5985,7 +6025,7 @@ class _WarpOptions(_Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.block_dim = _int_in_range(
-            "block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, ". Pass a size, such as block_dim=256."
+            "block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, "Pass a size, such as block_dim=256."
         )
         if self.tiled and self.launch_dims is None:
             raise ValueError(
@@ -6765,8 +6805,8 @@ class _WarpTarget(_Target):
             )
         return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
 
-    def cuda_launch_config(self, command: Any, shared_mem: int) -> tuple[int, ...]:
-        """Return the launch configuration: grid, block, shared_mem.  This copies `wp_cuda_launch_kernel` of warp.cu."""
+    def cuda_launch_config(self, command: Any, shared_mem: int) -> _LaunchConfig:
+        """Return the launch configuration.  This copies `wp_cuda_launch_kernel` of warp.cu."""
         threads_per_block = self.block_dim
         n_threads = command.bounds.size
         if n_threads % threads_per_block and self.uses_tiles:
@@ -6780,7 +6820,7 @@ class _WarpTarget(_Target):
         grid_x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
         grid = grid_x, -(-n_blocks // grid_x), 1
         block = threads_per_block, 1, 1
-        return *grid, *block, shared_mem
+        return _LaunchConfig(*grid, *block, shared_mem)
 
 
 def _packed_parameters(command: Any) -> list[bytes]:
@@ -6832,7 +6872,7 @@ class _WarpEmitter(_Emitter):
         # Handlers with this key share machine code.  On GPUs they share none, because the code contains addresses.
         self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
 
-    def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: tuple[int, ...]) -> None:
+    def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: _LaunchConfig) -> None:
         self.libcuda = _LibCuda()
         self.launch = (*config, *self.words)
         functions = dict(zip(_cuda_ordinals(), entries, strict=True))
