@@ -4322,6 +4322,7 @@ class _NumbaEmitter(_Emitter):
 
 # ======================================================================================================
 # 8. Source analysis: the arrays to which the source of a Warp kernel stores.
+#
 # Warp has no read-only arrays.  So an alias analysis of the syntax tree finds the stores of a kernel and of the
 # functions that it calls.  It ignores the order of statements: a variable is a view of every array that any statement
 # assigns to it, and a tuple or struct is a view of all arrays in it.  There are three kinds of stores:
@@ -4330,15 +4331,16 @@ class _NumbaEmitter(_Emitter):
 #     ambiguous    several arrays are possible, such as y and out in `z = y; if i > 0: z = out; z[0] = 1.0`
 #     unknown      an array is passed to something that the analysis does not know, such as C++ code of the user
 #
-# An input must have no certain or unknown stores.  Of an input with ambiguous stores, the kernel gets a copy.
+# A certain or unknown store to an input is an error.  If an input only has ambiguous stores, the kernel gets a copy.
 #
-# Warp's own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
+# The analysis also finds the number of indices of a thread, and the use of tiles and C++ code, for section 10.  Warp's
+# own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
 
 _UNKNOWN_NDIM = math.inf
 
 
 class _ArrayView(NamedTuple):
-    """A view of the array of a parameter; or a tuple or struct that contains one, if the ndim is unknown."""
+    """A view of the array of a parameter.  If its ndim is unknown, it may also be a tuple or struct with that array."""
 
     parameter: str
     ndim: float = _UNKNOWN_NDIM
@@ -4357,12 +4359,12 @@ class _Store(NamedTuple):
 
     kind: str  # "certain", "ambiguous" or "unknown"
     text: str  # its source
-    # Whether Warp's backward pass, which runs the kernel again, repeats the store.  It omits the stores `x[i] = ...` of
-    # the kernel, but not stores in called functions and to components (`x[i][0] = ...`).
+    # Warp's backward pass runs the kernel again.  It omits the stores `x[i] = ...` of the kernel, and repeats stores to
+    # components (`x[i][0] = ...`) and in called functions.
     is_repeated_by_adjoint: bool
 
 
-# -- 8.1 The functions that a Warp kernel calls ----------------------------------------------------------
+# -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
 # Warp finds its builtins by their names.  All other functions are recognized as objects.
 
 _BUILTINS = {  # {effect on an array argument: the builtins of Warp with this effect}
@@ -4377,109 +4379,156 @@ _EFFECT_OF_BUILTIN = {name: effect for effect, names in _BUILTINS.items() for na
 
 
 def _effect(function: Any) -> str:
-    """Return what a function that is not the user's does to an array argument: a key of `_BUILTINS`, or "unknown"."""
-    if _is_warp_builtin(function):
-        return _EFFECT_OF_BUILTIN.get(function.key, "unknown")
-    return "reads" if isinstance(function, type) else "unknown"  # a vector or matrix type takes numbers
+    """Return the effect on an array argument of a function that is not the user's.
 
-
-def _is_warp_builtin(function: Any) -> bool:
-    return hasattr(function, "native_func") and function.is_builtin()
-
-
-def _user_overloads(function: Any) -> list:
-    """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
-    if not hasattr(function, "user_overloads") or function.is_builtin():
-        return []
-    overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
-    return list(dict.fromkeys(overloads))
-
-
-def _called_function(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Return the function that the expression `node` of a call refers to, or None.
-
-    As in Warp, this is a Warp function or struct, otherwise the builtin with this name, if there is one.
+    This is a key of `_BUILTINS`, or "may do anything".
     """
-    value = _static_value(node, variables)
-    if hasattr(value, "native_func") or hasattr(value, "vars"):
+    if _is_warp_builtin(function):
+        return _EFFECT_OF_BUILTIN.get(function.key, "may do anything")
+    return "reads" if isinstance(function, type) else "may do anything"  # a vector or matrix type takes numbers
+
+
+def _is_warp_function(value: Any) -> bool:
+    return hasattr(value, "native_func")  # an attribute of `warp.Function`
+
+
+def _is_warp_builtin(value: Any) -> bool:
+    return _is_warp_function(value) and value.is_builtin()
+
+
+def _is_warp_struct(value: Any) -> bool:
+    return hasattr(value, "vars")  # the fields, an attribute of what `@wp.struct` returns
+
+
+def _contains_arrays(warp_type: Any) -> bool:
+    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
+    fields = warp_type.vars.values() if _is_warp_struct(warp_type) else ()
+    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
+
+
+def _called_function(node: ast.expr, captured: Mapping[str, Any]) -> Any:
+    """Return the function to which the expression before the parentheses of a call refers, or None.
+
+    As in Warp, this is a Warp function or struct among the captured values, otherwise the builtin with this name.
+    """
+    value = _captured_value(node, captured)
+    if _is_warp_function(value) or _is_warp_struct(value):
         return value
     name = getattr(node, "attr", getattr(node, "id", ""))
     return sys.modules["warp._src.context"].builtin_functions.get(name, value)
 
 
-def _static_value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Return the value of a name such as `wp.tid` among these variables, or None."""
+def _captured_value(node: ast.expr, captured: Mapping[str, Any]) -> Any:
+    """Return the value of a name such as `wp.tid`, or None."""
     if hasattr(node, "warp_func"):  # Warp has replaced `wp.static(function)` by this node
         return node.warp_func
     match node:
         case ast.Name(id=name):
-            return variables.get(name)
+            return captured.get(name)
         case ast.Attribute(value=owner, attr=name):
-            return getattr(_static_value(owner, variables), name, None)
+            return getattr(_captured_value(owner, captured), name, None)
     return None
 
 
-# -- 8.2 The stores of a function ------------------------------------------------------------------------
+def _user_overloads(function: Any) -> list:
+    """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
+    if not _is_warp_function(function) or function.is_builtin():
+        return []
+    overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
+    return list(dict.fromkeys(overloads))
+
+
+def _bind_call(function: Any, call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call, by parameter."""
+    parameters = [parameter.arg for parameter in function.adj.tree.body[0].args.args]
+    return {**dict(zip(parameters, call.args)), **{str(x.arg): x.value for x in call.keywords}}
+
+
+# -- 8.2 Views and stores ------------------------------------------------------------------------------
 
 
 class _StoreAnalysis:
-    """The stores of a Warp kernel, or of a function that it calls, to the arrays of its parameters."""
+    """The stores of a Warp kernel, including those of the functions that it calls, to the arrays of its parameters."""
 
-    def __init__(self, function: Any, analyses: dict | None = None) -> None:
-        """Analyze a function.
+    def __init__(self, kernel: Any) -> None:
+        self.functions: dict[Any, _FunctionAnalysis] = {}  # of the kernel, then of the functions that it calls
+        analysis = self.analyze(kernel)
+        self._repeat(_FunctionAnalysis.find_views)
+        self._repeat(_FunctionAnalysis.find_stores)  # whether a store is ambiguous depends on all views
+        self.stores = analysis.stores  # {parameter: its stores}
+        analyses = self.functions.values()
+        self.n_indices = max(x.n_indices for x in analyses)
+        self.uses_tiles = any(x.uses_tiles for x in analyses)
+        self.has_opaque_code = any(x.has_opaque_code for x in analyses)
 
-        `analyses` has the analyses of the kernel and of the functions that it calls, and gets the new one.
-        """
-        self.stores: dict[str, list[_Store]] = collections.defaultdict(list)  # by parameter
-        self.returned: set[_ArrayView] = set()  # the views that the function returns
-        # The next three include the functions that this one calls.
-        self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
-        self.uses_tiles = False
-        self.has_opaque_code = False  # C++ code or adjoints of the user
-        self.analyses: dict[Any, _StoreAnalysis] = {} if analyses is None else analyses
-        self.analyses[function] = self  # now, because an overload may call another one of the same name
-        self.source = function.adj.source
-        self.n_targets: dict[ast.expr, int] = {}  # {expression: number of variables}, such as 2 for `i, j = wp.tid()`
-        self.global_values = _captured_variables(_py_func(function))
-        tree = function.adj.tree.body[0]
-        types_of_parameters = {arg.label: arg.type for arg in function.adj.args}
-        self.views: dict[str, set[_ArrayView]] = {}  # by variable
-        for parameter in tree.args.args:
-            views = _views_of_parameter(parameter.arg, types_of_parameters.get(parameter.arg))
-            # A variable may hold a slice, and then it removes no dimension as an index.
-            self.views[parameter.arg] = _forget_ndim(views) if "slice" in self.global_values else views
-        nodes = [node for statement in tree.body for node in ast.walk(statement)]  # without those of decorators
-        self._find_views(nodes)
-        for node in nodes:
-            self._add_stores_of_node(node)
+    def analyze(self, function: Any) -> _FunctionAnalysis:
+        """Return the analysis of a function, which has no results yet if it is new."""
+        if function not in self.functions:
+            self.functions[function] = _FunctionAnalysis(function, self)
+        return self.functions[function]
+
+    def _repeat(self, step: Callable[[_FunctionAnalysis], None]) -> None:
+        """Repeat a step for all functions until it adds no results, because each uses the results of others."""
+        n_before = -1
+        while n_before != (n_results := sum(x.n_results for x in self.functions.values())):
+            n_before = n_results
+            for analysis in list(self.functions.values()):
+                step(analysis)
 
     def stored_again_by_adjoint(self) -> set[str]:
         """Return the parameters of the arrays to which Warp's backward pass stores again."""
         if self.has_opaque_code:
-            return set(self.views)
+            return set(self.stores)
         return {name for name, stores in self.stores.items() if any(store.is_repeated_by_adjoint for store in stores)}
+
+
+class _FunctionAnalysis:
+    """The views and stores of one Warp function.  Its parameters stand for the arrays that it may get."""
+
+    def __init__(self, function: Any, kernel_analysis: _StoreAnalysis) -> None:
+        self.kernel_analysis = kernel_analysis
+        self.source = function.adj.source
+        self.captured = _captured_variables(_py_func(function))
+        tree = function.adj.tree.body[0]
+        self.nodes = [node for statement in tree.body for node in ast.walk(statement)]  # without those of decorators
+        types_of_parameters = {arg.label: arg.type for arg in function.adj.args}
+        parameters = [parameter.arg for parameter in tree.args.args]
+        self.views: dict[str, set[_ArrayView]] = {}  # {variable: the arrays of which it may be a view}
+        for parameter in parameters:
+            self.views[parameter] = _views_of_parameter(parameter, types_of_parameters.get(parameter))
+        if "slice" in self.captured:
+            # In `s = slice(0, 2, 1); y = x[s]`, the index removes no dimension.  So do not count dimensions here.
+            self.views = {name: _forget_ndim(views) for name, views in self.views.items()}
+        self.returned: set[_ArrayView] = set()  # the arrays of which the returned value may be a view
+        self.stores: dict[str, list[_Store]] = {parameter: [] for parameter in parameters}
+        self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
+        self.uses_tiles = False
+        # Whether it calls C++ code, a function with an adjoint of the user, or a function that is not known here.
+        self.has_opaque_code = False
+
+    @property
+    def n_results(self) -> int:
+        """The number of views and stores that were found, plus one for the function."""
+        results = [*self.views.values(), *self.stores.values(), self.returned]
+        return 1 + sum(map(len, results))
 
     # -- views --
 
-    def _find_views(self, nodes: Sequence[ast.AST]) -> None:
-        """Find the arrays of which each variable, and the returned value, may be a view."""
-        assignments = []
-        for node in nodes:
+    def find_views(self) -> None:
+        """Add the arrays of which each variable, and the returned value, may be a view."""
+        for node in self.nodes:
             match node:
-                case (
-                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
-                ):
-                    assignments.append((target, value))
+                case ast.Assign(targets=targets, value=value):
+                    for target in targets:
+                        self._assign(target, self._views_of(value))
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    self._assign(target, self._views_of(value))
                 case ast.For(target=target, iter=iterated):
-                    assignments.append((target, ast.Subscript(iterated, ast.Constant(0))))
-        before = None
-        while before != self.views:  # ends, because the sets only grow
-            before = dict(self.views)
-            for target, value in assignments:
-                self._assign(target, self._views_of(value))
-        for node in nodes:
-            if isinstance(node, ast.Return) and node.value:
-                self.returned |= self._views_of(node.value)
+                    self._assign(target, self._views_of(ast.Subscript(iterated, ast.Constant(0))))
+                case ast.Return(value=ast.expr() as value):
+                    self.returned |= self._views_of(value)
+                case ast.Call():
+                    self._views_of(node)  # adds the called function to the analysis of the kernel
 
     def _assign(self, target: ast.expr, views: set[_ArrayView]) -> None:
         """Add views to the variables in a target.  An element of an array is not a variable."""
@@ -4507,8 +4556,10 @@ class _StoreAnalysis:
                 return set() if name in _ARRAY_METADATA else _forget_ndim(self._views_of(owner))
             case ast.Call():
                 return self._views_of_result(node)
-            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant() | ast.Starred():
-                return set()  # numbers; Warp unpacks the elements of `*x[0:3]`, and nothing else
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant():
+                return set()  # numbers, vectors or matrices
+            case ast.Starred():
+                return set()  # `*x[0:3]` passes the elements, and Warp allows no other use of `*`
         return _forget_ndim(self._views_of_parts(node))
 
     def _views_of_parts(self, node: ast.expr) -> set[_ArrayView]:
@@ -4519,59 +4570,74 @@ class _StoreAnalysis:
     def _views_of_result(self, call: ast.Call) -> set[_ArrayView]:
         """Return the arrays of which the result of a call may be a view."""
         arguments = self._views_of_parts(call)
-        function = _called_function(call.func, self.global_values)
+        function = _called_function(call.func, self.captured)
         if overloads := _user_overloads(function):
             return _union(self._views_returned_by(overload, call) for overload in overloads)
-        if hasattr(function, "vars"):  # a struct
+        if _is_warp_struct(function):
             return _forget_ndim(arguments)
         match _effect(function):
             case "reads" | "stores to its first argument":
                 return set()
             case "returns its argument":
                 return arguments
-        return _forget_ndim(arguments)
+            case _:  # "returns a view" or "may do anything"
+                return _forget_ndim(arguments)
 
-    def _views_returned_by(self, overload: Any, call: ast.Call) -> set[_ArrayView]:
+    def _views_returned_by(self, function: Any, call: ast.Call) -> set[_ArrayView]:
         """Return the arrays of which the result of a user's function may be a view."""
-        analysis = self._analysis_of_call(overload, call)
+        analysis = self._analysis_of_call(function, call)
         if analysis is None:
             return _forget_ndim(self._views_of_parts(call))
+        arguments = _bind_call(function, call)
         views = set()
         for returned in analysis.returned:
-            argument = _bind_call(overload, call).get(returned.parameter)
-            if argument is not None:
-                views |= {view._replace(ndim=returned.ndim) for view in self._views_of(argument)}
+            if returned.parameter in arguments:  # otherwise its default is used
+                for view in self._views_of(arguments[returned.parameter]):
+                    views.add(view._replace(ndim=returned.ndim))
         return views
+
+    def _analysis_of_call(self, function: Any, call: ast.Call) -> _FunctionAnalysis | None:
+        """Return the analysis of a called function.  Return None for C++ code, and if a call or function has a `*`."""
+        has_stars = any(isinstance(argument, ast.Starred) for argument in call.args)
+        if has_stars or function.adj.tree.body[0].args.vararg or getattr(function, "native_snippet", None):
+            return None
+        return self.kernel_analysis.analyze(function)
 
     # -- stores --
 
-    def _add_stores_of_node(self, node: ast.AST) -> None:
-        match node:
-            case ast.Assign(targets=[target], value=value):
-                self.n_targets[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
-                self._add_stores_to_target(target, node)
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                self._add_stores_to_target(target, node)
-            case ast.Call():
-                self._add_stores_of_call(node)
+    def find_stores(self) -> None:
+        """Add the stores to the arrays of the parameters, and what this function does besides."""
+        n_assigned = {}  # {call: the number of variables to which its result is assigned}
+        for node in self.nodes:  # statements come before their parts
+            match node:
+                case ast.Assign(targets=targets, value=value):
+                    for target in targets:
+                        n_assigned[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
+                        self._find_stores_to_target(target, node)
+                case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                    self._find_stores_to_target(target, node)
+                case ast.Call():
+                    self._find_stores_of_call(node, n_assigned.get(node, 1))
 
-    def _add_stores(self, views: set[_ArrayView], kind: str, text: str, is_repeated: bool) -> None:
-        """Add a store to the arrays of these views; the other arguments are as in `_Store`."""
+    def _record_store(self, views: set[_ArrayView], kind: str, text: str, is_repeated_by_adjoint: bool) -> None:
+        """Add a store to the arrays of these views.  If there are several, a certain store becomes an ambiguous one."""
         parameters = {view.parameter for view in views}
         if kind == "certain" and len(parameters) > 1:
             kind = "ambiguous"
+        store = _Store(kind, text, is_repeated_by_adjoint)
         for parameter in parameters:
-            self.stores[parameter].append(_Store(kind, text, is_repeated))
+            if store not in self.stores[parameter]:
+                self.stores[parameter].append(store)
 
     def _text(self, node: ast.AST) -> str:
         """Return the source of a statement or call, in one line."""
         return " ".join((ast.get_source_segment(self.source, node) or "").split())
 
-    def _add_stores_to_target(self, target: ast.expr, statement: ast.stmt) -> None:
+    def _find_stores_to_target(self, target: ast.expr, statement: ast.stmt) -> None:
         """Add the stores of an assignment to elements of arrays."""
         for part in target.elts if isinstance(target, ast.Tuple) else [target]:
             views, may_be_component = self._stored_views(part)
-            self._add_stores(views, "certain", self._text(statement), may_be_component)
+            self._record_store(views, "certain", self._text(statement), is_repeated_by_adjoint=may_be_component)
 
     def _stored_views(self, target: ast.expr) -> tuple[set[_ArrayView], bool]:
         """Return the arrays to which a store to a target goes, and whether it may be a store to a component.
@@ -4583,68 +4649,57 @@ class _StoreAnalysis:
         while isinstance(target, (ast.Subscript, ast.Attribute)):
             views = self._views_of(target.value)
             if views and isinstance(target, ast.Subscript):
-                return views, may_be_component or _forget_ndim(views) == views
+                # With an unknown ndim, `x` in `x[i]` may be an element.
+                return views, may_be_component or any(view.ndim == _UNKNOWN_NDIM for view in views)
             may_be_component = True
             target = target.value
         return set(), False
 
-    def _add_stores_of_call(self, call: ast.Call) -> None:
-        function = _called_function(call.func, self.global_values)
-        overloads = _user_overloads(function)
-        for overload in overloads:
-            self._add_stores_of_function(overload, call)
-        if overloads or hasattr(function, "vars"):  # the constructor of a struct stores nothing
+    def _find_stores_of_call(self, call: ast.Call, n_assigned: int) -> None:
+        """Add the stores of a call, whose result is assigned to `n_assigned` variables."""
+        function = _called_function(call.func, self.captured)
+        if overloads := _user_overloads(function):
+            for overload in overloads:
+                self._find_stores_of_function(overload, call)
             return
-        builtin = function.key if _is_warp_builtin(function) else ""
-        self.uses_tiles |= builtin.startswith(("tile", "untile"))
-        if function is None and isinstance(call.func, ast.Name):
-            self.has_opaque_code = True  # a parameter that takes a function (Warp >= 1.19)
-        if builtin == "tid":
-            self.n_indices = max(self.n_indices, self.n_targets.get(call, 1))
+        if _is_warp_struct(function):  # its constructor
+            return
+        if function is None and isinstance(call.func, ast.Name):  # a parameter that takes a function (Warp >= 1.19)
+            self.has_opaque_code = True
+        if _is_warp_builtin(function):
+            self.uses_tiles |= function.key.startswith(("tile", "untile"))
+            if function.key == "tid":
+                self.n_indices = max(self.n_indices, n_assigned)
         match _effect(function):
             case "stores to its first argument":
+                # With keywords only, any of them may be the first parameter.
                 views = self._views_of(call.args[0]) if call.args else self._views_of_parts(call)
-                self._add_stores(views, "certain", self._text(call), is_repeated=False)
-            case "unknown":
-                self._add_stores(self._views_of_parts(call), "unknown", self._text(call), is_repeated=True)
+                self._record_store(views, "certain", self._text(call), is_repeated_by_adjoint=False)
+            case "may do anything":
+                self._record_store(self._views_of_parts(call), "unknown", self._text(call), is_repeated_by_adjoint=True)
 
-    def _add_stores_of_function(self, function: Any, call: ast.Call) -> None:
+    def _find_stores_of_function(self, function: Any, call: ast.Call) -> None:
         """Add the stores of a user's function to the arguments of a call."""
         analysis = self._analysis_of_call(function, call)
         has_own_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        self.has_opaque_code |= analysis is None or analysis.has_opaque_code or bool(has_own_adjoint)
+        self.has_opaque_code |= analysis is None or bool(has_own_adjoint)
         if analysis is None:
-            self._add_stores(self._views_of_parts(call), "unknown", self._text(call), is_repeated=True)
+            self._record_store(self._views_of_parts(call), "unknown", self._text(call), is_repeated_by_adjoint=True)
             return
-        self.n_indices = max(self.n_indices, analysis.n_indices)
-        self.uses_tiles |= analysis.uses_tiles
         for parameter, argument in _bind_call(function, call).items():
-            for store in analysis.stores[parameter]:
-                self._add_stores(self._views_of(argument), store.kind, store.text, is_repeated=True)
+            for store in list(analysis.stores[parameter]):
+                self._record_store(self._views_of(argument), store.kind, store.text, is_repeated_by_adjoint=True)
             if type(function.input_types.get(parameter)).__name__ == "Reference":  # Warp >= 1.19: `x[i]` by reference
                 views, _ = self._stored_views(argument)
-                self._add_stores(views, "unknown", self._text(call), is_repeated=True)
-
-    def _analysis_of_call(self, function: Any, call: ast.Call) -> _StoreAnalysis | None:
-        """Return the analysis of a called function.  Return None for C++ code, and if a call or function has a `*`."""
-        has_stars = any(isinstance(argument, ast.Starred) for argument in call.args)
-        if has_stars or function.adj.tree.body[0].args.vararg or getattr(function, "native_snippet", None):
-            return None
-        return self.analyses.get(function) or _StoreAnalysis(function, self.analyses)
+                self._record_store(views, "unknown", self._text(call), is_repeated_by_adjoint=True)
 
 
-def _views_of_parameter(name: str, annotation: Any) -> set[_ArrayView]:
+def _views_of_parameter(name: str, warp_type: Any) -> set[_ArrayView]:
     """Return the view of a parameter of this type; the empty set if it takes numbers."""
-    is_number = isinstance(annotation, (type, TypeVar)) and not hasattr(annotation, "ndim")
-    if is_number or (hasattr(annotation, "vars") and not _contains_arrays(annotation)):
+    is_number = isinstance(warp_type, (type, TypeVar)) and not hasattr(warp_type, "ndim")
+    if is_number or (_is_warp_struct(warp_type) and not _contains_arrays(warp_type)):
         return set()
-    return {_ArrayView(name, getattr(annotation, "ndim", _UNKNOWN_NDIM))}
-
-
-def _contains_arrays(warp_type: Any) -> bool:
-    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
-    fields = getattr(warp_type, "vars", {}).values()
-    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
+    return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))}
 
 
 def _removes_dimension(index: ast.expr) -> bool:
@@ -4652,31 +4707,20 @@ def _removes_dimension(index: ast.expr) -> bool:
     return not isinstance(index, ast.Slice) and getattr(index, "value", 0) not in (None, ...)
 
 
-def _bind_call(function: Any, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the arguments of a call, by parameter."""
-    parameters = [parameter.arg for parameter in function.adj.tree.body[0].args.args]
-    return {**dict(zip(parameters, call.args)), **{str(x.arg): x.value for x in call.keywords}}
-
-
-def _root_name(target: Any) -> str:
-    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
-    while isinstance(target, (ast.Subscript, ast.Attribute)):
-        target = target.value
-    return getattr(target, "id", "")
-
-
 # -- 8.3 Checks ----------------------------------------------------------------------------------------
 
 
-def _check_stores(wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, list], buffers: Mapping[str, int]) -> None:
+def _check_stores(
+    wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, Sequence[_Store]], buffers: Mapping[str, int]
+) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
     Args:
       wrapper: the wrapper of the kernel.
       call: the call.
       stores: the stores of the kernel, by parameter.
-      buffers: {array parameter: the number of its buffer}, inputs first, then outputs, then scratch.  An in-out
-        argument has the number of its output.  An input of which the kernel gets a copy has the number of the copy.
+      buffers: {array parameter: the index of its buffer}, inputs first, then outputs, then scratch.  An in-out
+        argument has the index of its output, and an input of which the kernel gets a copy has that of the copy.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
@@ -4684,22 +4728,14 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, lis
     stored |= {n_in + aliases[i] for i in stored if i in aliases}  # the same memory
     for name, buffer in buffers.items():
         if buffer < n_in and buffer not in aliases and stores[name]:
-            raise _written_input_error(wrapper.title, name, stores[name])
+            certain = [store for store in stores[name] if store.kind == "certain"]
+            verb = "writes" if certain else "may write"
+            shown = (certain or stores[name])[0].text
+            raise _read_only_input_error(f"{wrapper.title} {verb}", [name], f" (`{shown:.80}`)")
         is_result = n_in <= buffer < n_in + len(call.outs)
         is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
         if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
-
-
-def _written_input_error(title: str, name: str, stores: Sequence[_Store]) -> TypeError:
-    """Return the error for stores to an input."""
-    certain = [store for store in stores if store.kind == "certain"]
-    verb = "writes" if certain else "may write"
-    return TypeError(
-        f"Inputs are read-only, because JAX may share them. {title} {verb} to input {name!r} "
-        f"(`{(certain or stores)[0].text:.80}`). Write to an output, as in `out[i] = ...`, list {name!r} in "
-        f"in_out_argnames, or initialize an output with {name!r} through input_output_aliases."
-    )
 
 
 # ======================================================================================================
@@ -7224,10 +7260,22 @@ class _StaleValues:
         elif has_gradient and not isinstance(function, type):  # constructors, such as wp.vec3, are linear
             self.note_use(node, taints)
         effect = _effect(function)
-        if effect in ("stores to its first argument", "unknown"):
-            for argument in node.args[:1] if effect != "unknown" else node.args:
-                self.note_store(getattr(argument, "id", ""))
+        if effect == "stores to its first argument":
+            stored_arguments = node.args[:1]
+        elif effect == "may do anything":
+            stored_arguments = node.args
+        else:
+            stored_arguments = []
+        for argument in stored_arguments:
+            self.note_store(getattr(argument, "id", ""))
         return taints
+
+
+def _root_name(target: Any) -> str:
+    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return getattr(target, "id", "")
 
 
 def _adjoint_uses_tainted_value(op: ast.operator, a: set, b: set) -> bool:
@@ -7259,7 +7307,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
     found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
-    _, *helpers = analysis.analyses  # the first one is the kernel
+    _, *helpers = analysis.functions  # the first one is the kernel
     for helper in helpers:  # any parameter of a helper may have a gradient
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
