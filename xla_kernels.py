@@ -13,20 +13,24 @@ XLA's FFI.  This module is one file, to copy into a project or to install.
 
     add(jnp.arange(3.0), jnp.ones(3))            # also under jit, vmap, scan, shard_map and export
 
-The public functions are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callable`, `warp_kernel`, and
+The main public names are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callable`, `warp_kernel`, and
 `XLACustomKernel`, an operation with several backends and with derivatives.
 
 The contract:
 
-- A mistake raises an error that names its fix, except for the cases listed below this contract.
-- The caller's arrays never change.  If a kernel updates an argument, XLA copies it first if the old value is used.
+- A mistake raises an error that names its fix, except for the cases that are not checked.
+- The caller's arrays never change.  If a kernel updates an argument whose old value is used again, XLA copies it first.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
-By default, indices are not checked: an index out of bounds corrupts memory, as in C.  The user is responsible for code
-that evades the checks: intrinsics, jitclasses and overloads that store to their arguments; raw addresses, including C
-and C++ code; global arrays of a GPU; the Python code of a `numba_cuda_callable`; arrays inside containers that the
-checks do not look into; static arguments whose `__eq__` is true for different values; globals that another thread
-assigns during compilation.
+Not checked, and the user's responsibility:
+
+- indices, by default: an index out of bounds corrupts memory, as in C
+- intrinsics, jitclasses and overloads that store to their arguments
+- raw addresses, including C and C++ code
+- global arrays of a GPU, and the Python code of a `numba_cuda_callable`
+- arrays inside containers that the checks do not look into
+- static arguments whose `__eq__` is true for different values
+- globals that another thread assigns during compilation
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  The Numba and Warp backends need Numba 0.63 or
 later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends work here.
@@ -155,15 +159,14 @@ __all__ = [
 # Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these parts of JAX that are not documented.  If JAX
 # changes one of them, the named test fails.
 #
-#     `jax.interpreters.ad`, `.batching`, `.mlir`     to define a primitive (5.1, 11.4 to 11.6); most tests
-#     `ctx.module_context`, `ctx.platforms`           of lowering rules; test_op_kernel_chosen_by_lowering_platform
-#     `_apply_primitive`, an attribute of functions   that `jax_debug_nans` must not run again; test_debug_nans
-#     `aval.sharding`, `.vma`, `.manual_axis_type`    the mesh and the varying axes of a type;
-#                                                     test_xla_partitions_batch_without_communication
-#     the effect of `jax.ffi.ffi_call`                read from a jaxpr (`_side_effect`);
-#                                                     test_side_effect_keeps_unused_and_equal_calls
-#     `val` of the tracers of `vmap`                  the batched value;
-#                                                     test_op_vjp_rule_handles_integers_and_structured_outs
+# - `jax.interpreters.ad`, `.batching` and `.mlir` define a primitive (5.1, 11.4 to 11.6): most tests.
+# - `ctx.module_context` and `ctx.platforms` of lowering rules: test_op_kernel_chosen_by_lowering_platform.
+# - `_apply_primitive` marks functions that `jax_debug_nans` must not run again: test_debug_nans.
+# - `aval.sharding`, `.vma` and `.manual_axis_type` are the mesh and the varying axes of a type:
+#   test_xla_partitions_batch_without_communication.
+# - The effect of `jax.ffi.ffi_call` is read from a jaxpr (`_side_effect`):
+#   test_side_effect_keeps_unused_and_equal_calls.
+# - `val` of the tracers of `vmap` is the batched value: test_op_vjp_rule_handles_integers_and_structured_outs.
 
 Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
@@ -209,7 +212,7 @@ def _local_devices(platform: str) -> list:
 
 def _define_impl(primitive: Any, param: str) -> None:
     """Let JAX compile and run a primitive that is bound outside of `jax.jit`.  `param` names its only parameter."""
-    bind: Any = functools.partial(primitive.bind)
+    bind: Any = functools.partial(primitive.bind)  # a partial, because a bound method takes no attributes
     bind.__name__ = bind.__qualname__ = primitive.name
     bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
     jitted = jax.jit(bind, static_argnames=param)
@@ -742,9 +745,9 @@ def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
     # Constants are numbers, texts, tuples, frozensets and code, so each has an exact text.
     constants = [_exact_text(constant) for _, constant in _with_parts("", code.co_consts)]
-    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, *counts
-    return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {names} {constants}"
+    signature = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {(*names, *signature)} {constants}"
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -790,9 +793,9 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # - With `name=`, exported programs find the kernel even if its code or options were edited.  A name that is in use
 #   already is an error.
 # - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
-#   have equal texts, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.  The
-#   number depends on the order in which kernels are created.  That is safe: the key of JAX's cache contains the name,
-#   and XLA looks the name up in the running process.  At worst a cached program is not found.
+#   have equal texts, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
+#   Another process may number these kernels differently.  Traced programs are safe: JAX looks for a cached program by
+#   the names that its kernels have in this process.  At worst it finds none.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
@@ -825,7 +828,7 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
     """Register a handler for all programs that call this target."""
     jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
     handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-    # This is the last step that can fail.  Otherwise the handler could be freed while XLA has its address.
+    # No step after this one may fail.  Otherwise the handler could be freed while XLA still has its address.
     jax.ffi.register_ffi_target(target_name, handler, "CUDA" if platform == "cuda" else platform)
     _COMPILED_HANDLERS[target_name] = compiled
 
@@ -868,11 +871,11 @@ class _TargetRegistry:
     """
 
     def __init__(self) -> None:
-        # {owner: {specialization: target name}} of Numba kernels.  The owner is a dispatcher, which captures values
-        # once, or the wrapper of a plain function, because each wrapper captures them again.
+        # The names of the same kernel objects (Numba): {owner: {specialization: target name}}.  The owner is a
+        # dispatcher, which captures values once, or the wrapper of a plain function, which captures them again.
         self.names_by_owner: Any = weakref.WeakKeyDictionary()
-        # {(specialization, first overloads of the helpers): target name} of Warp kernels, which have no such overloads,
-        # and of reusable Numba kernels.
+        # The names of equal kernels (Warp, and reusable Numba kernels): {(specialization, first overloads of the
+        # helpers): target name}.  Warp kernels have no such overloads.
         self.shared_names: dict[tuple[_Specialization, tuple], str] = {}
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
         self.compile_lock = threading.RLock()  # costs no time, because Numba compiles on one thread at a time, too
@@ -1044,7 +1047,7 @@ def _fall_back_to_per_slice(title: str) -> Iterator[None]:
 class export_checks:
     """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call these kernels.
 
-    JAX reads the checks after lowering, so they can be created before the first trace.  A process that loads an
+    JAX iterates over this object after lowering, so it can be created before the first trace.  A process that loads an
     exported program must first trace the kernels, by a call or by `jax.eval_shape`.  Then XLA finds them by name.
     Shapes may be symbolic.  For Warp kernels, and for CUDA kernels with `launch_dims=`, only the batch dimensions that
     `vmap` adds may be symbolic.
@@ -1198,10 +1201,12 @@ def _arity_problem(option: Callable, name: str, n_in: int, parameters: Sequence[
         signature = inspect.signature(option)
     except (TypeError, ValueError):  # some builtins have no signature
         return ""
-    with contextlib.suppress(TypeError):
+    try:
         signature.bind(*[None] * n_in)
+    except TypeError:
+        taken = list(signature.parameters)
+    else:
         return ""
-    taken = list(signature.parameters)
     names = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
     passed = ", ".join(names)
     new_option = f"{name}=lambda {passed}: ..."
@@ -1241,7 +1246,8 @@ def _check_call_signature(
         # Without inputs, the missing arguments can only be those that are passed by name.
         fix = ", or pass the missing ones to op(...) by name" if not args else ""
         raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each{fix}. "
+            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each "
+            f"argument{fix}. "
             f"{advice}".rstrip()
         ) from None
 
@@ -1342,8 +1348,8 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
         return f'Pass dates and durations as integers, {variable}.view("int64").'
     if not dtype.isnative:
         return f'Convert the byte order, {variable}.astype({variable}.dtype.newbyteorder("=")).'
-    wide = {"f": "float64", "c": "complex128"}.get(dtype.kind)
-    return f'Cast it to a dtype of JAX, {variable}.astype("{wide or "float32"}").'
+    widest = {"f": "float64", "c": "complex128"}.get(dtype.kind, "float32")  # such as longdouble and clongdouble
+    return f'Cast it to a dtype of JAX, {variable}.astype("{widest}").'
 
 
 # ======================================================================================================
@@ -1555,8 +1561,8 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks decide which operands are
 # partitioned.
 #
-# To force XLA's choice, we insert dimensions of size 1 into the batch of each partitioned operand, until every
-# partitioned operand has a larger rank than every replicated one:
+# So `num_batch_dims` must be at least the rank of every replicated operand, and less than the rank of every partitioned
+# one.  For that, we insert dimensions of size 1 into the batch of the partitioned operands:
 #
 #     n_partitioned        the number of batch dimensions that are partitioned
 #     max_rank             the largest rank of an operand, without the batch
@@ -1659,7 +1665,7 @@ def _sharding_rule(avals_in: Sequence, replicated_mask: Sequence[bool], avals_ou
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
-    factor_sizes = list(avals_out[0].shape[:n_common])
+    factor_sizes = list(avals_out[0].shape[:n_common])  # `assign_factors` appends to it
 
     def assign_factors(x: Any, is_replicated: bool = False) -> Any:
         n_shared_factors = 0 if is_replicated else n_common
@@ -1669,8 +1675,8 @@ def _sharding_rule(avals_in: Sequence, replicated_mask: Sequence[bool], avals_ou
         dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared_factors), *own_factors)]
         return sdy.TensorMappingAttr.get(dims)
 
-    operand_factors = list(map(assign_factors, avals_in, replicated_mask))
-    result_factors = list(map(assign_factors, avals_out))
+    operand_factors = [assign_factors(x, is_replicated) for x, is_replicated in zip(avals_in, replicated_mask)]
+    result_factors = [assign_factors(x) for x in avals_out]
     return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
 
@@ -1772,11 +1778,11 @@ class _Options:
 
 
 def _as_names(names: Any) -> Collection:
-    """Return the parameter names given to an option, as a list or set.  `_Wrapper` checks the names."""
+    """Return the parameter names given to an option, as a list, whose order `_Wrapper` checks, or as a set."""
     if names is None:
         return []
     if isinstance(names, (set, frozenset)):
-        return names  # a set has no order that could differ from the kernel's
+        return names
     return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
 
 
@@ -1890,7 +1896,7 @@ class _Wrapper(_PickledByReference):
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
         # The first results are the in-out arguments, in the order of the kernel's parameters.  A list must have this
-        # order, because a user reads it as the order of the results.  A set has no order (`_as_names`).
+        # order, because a user reads it as the order of the results.  A set is accepted in any order.
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         if isinstance(options.in_out_argnames, list) and options.in_out_argnames != self.in_outs:
             raise ValueError(
@@ -1944,13 +1950,13 @@ class _Wrapper(_PickledByReference):
         arguments = dict(zip(names, args), **named)
         has_wrong_count = len(arguments) != n  # too many, or a name that is also passed by position
         if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
-            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name")
+            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name. Pass each once")
         return {name: arguments[name] for name in names}
 
     def _wrong_arity(self, problem: str) -> TypeError:
         """Return the error for a call with wrong arguments."""
         if not self.parameters:
-            return TypeError(f"{self.title} takes its inputs by position only; {problem}. Pass them by position.")
+            return TypeError(f"{self.title} takes its inputs by position only; {problem}.")
         return TypeError(f"{self.title} takes the parameters ({', '.join(self.parameters)}), inputs first; {problem}")
 
     def _check_names(self, option: str, names: Collection[str]) -> None:
@@ -2103,8 +2109,8 @@ class _Wrapper(_PickledByReference):
             in_outs = ", ".join(map(repr, self.in_outs))
             dropped = ", ".join(map(repr, extra))
             raise TypeError(
-                f"{self.title}: an in-out argument is its own output. {in_outs} is listed in in_out_argnames, and the "
-                f"kernel also has a parameter {dropped}. Drop {dropped}, and write to {in_outs}."
+                f"{self.title}: an in-out argument is its own output. The kernel has in_out_argnames={self.in_outs}, "
+                f"and more parameters: {dropped}. Drop {dropped}, and write to {in_outs}."
             )
 
 
