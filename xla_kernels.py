@@ -6000,10 +6000,10 @@ def warp_kernel(
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
 
-    **Batches.** On CPUs, the elements of a `vmap` are divided among threads.  On GPUs, one launch runs up to 65,535
-    elements, in no order, so a block must not wait for a block of another batch element.  With
-    `vmap_method="sequential"`, each element has its own launch, in order.  The same holds for kernels with C++ code,
-    adjoints or code transformers of your own.  This module's logger shows the reason at level DEBUG.
+    **Batches.** On CPUs, the batch elements of a `vmap` are divided among threads.  On GPUs, one launch runs up to
+    65,535 batch elements, in no order, so a block must not wait for a block of another batch element.  Each batch
+    element has its own launch, in order, with `vmap_method="sequential"`, and if the kernel has C++ code, adjoints or
+    code transformers of your own.  This module's logger shows the reason at level DEBUG.
 
     **Redefinition.** A wrapper keeps the helpers and constants that its kernel referenced at the first trace.  If you
     redefine one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
@@ -6079,8 +6079,8 @@ class _WarpOptions(_Options):
             if self.differentiable and value:
                 shown = "a function" if callable(value) else repr(value)
                 raise ValueError(
-                    "differentiable=True needs all values that a kernel stores, so the kernel must not overwrite an "
-                    f"input or use scratch. Got {option}={shown}. Write to a new output instead: add it to outs."
+                    "The adjoint of a kernel reads its inputs and outputs again, so with differentiable=True the kernel "
+                    f"must not overwrite an input or use scratch. Got {option}={shown}. Write to a new output instead: add it to outs."
                 )
 
 
@@ -6253,7 +6253,7 @@ class _WarpKernel(_Wrapper):
         if is_default:
             launch_dims = self._default_launch_dims(user_ins, array_dims)
             shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
-        most_dims = _WARP_MAX_DIMS - self.options.tiled
+        most_dims = _WARP_MAX_DIMS - 1 if self.options.tiled else _WARP_MAX_DIMS
         rule = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
             f"Got {launch_dims!r}. Pass an int, a tuple, or a function of the inputs, such as "
@@ -6345,8 +6345,7 @@ class _WarpKernel(_Wrapper):
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
-        # An overwritten array has two buffers, an operand and a result.  They have the same memory, so either index is
-        # right.
+        # An overwritten array has two buffers, an operand and a result, with the same memory.  The later entry wins.
         buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
         target = self._make_target(call, buffer_of, args)
         _warn_of_stale_values(self.kernel, self.warp_params, self.title)
@@ -6359,7 +6358,7 @@ def _float_indices(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
-# Code that only some versions of Warp need names these versions.  Checked on 1.14 and 1.19.
+# If code is only for some versions of Warp, a comment names them.  Checked on 1.14 and 1.19.
 
 
 @contextlib.contextmanager
@@ -6585,9 +6584,10 @@ def _value_key(value: Any) -> tuple:
 
 
 def _warp_content(kernel: Any) -> tuple[str, ...]:
-    """Return all that decides a kernel's machine code: its module, Warp's hash of it, and its options.
+    """Update Warp's hashes of a kernel's module, and return all that decides the machine code of the kernel.
 
-    This also makes Warp update the `hash` and `grid_stride` of all kernels of the module, and try a failed build again.
+    This is the module, Warp's hash of the kernel, and its options.  The update also sets `grid_stride` of all kernels
+    of the module, and lets Warp try a failed build again.
     Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
     The module's name is included, because Warp builds each module on its own.  Kernels that a factory recreates in a
     unique module have equal contents, because Warp returns the existing module if the hash is the same.
@@ -7064,7 +7064,10 @@ _WITHOUT_ADJOINT = frozenset(
 )
 _ATOMIC_SUMS = frozenset({"atomic_add", "atomic_sub"})
 _STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value"
-_LOOP_ADVICE = "Put the loop into a wp.func that returns its result, or give it a constant length of at most {}."
+_LOOP_ADVICE = (
+    "Give the loop a constant length of at most {}. If it only adds, a wp.func that contains the loop and returns the sum "
+    "helps, too."
+)
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
 
 # The taints of an expression are a set of `_HAS_GRADIENT`, `_StaleVariable`s and `_OutputRead`s.
@@ -7154,11 +7157,12 @@ class _StaleValues:
                 # An iteration begins with an assignment to the loop variable: `j = 0`.  A constant has no taints.
                 iteration = [ast.Assign([target], ast.Constant(0)), *body]
                 if self.is_unrolled(iterated, body):
-                    self.run(2 * iteration)  # twice: a store may follow a read of the previous iteration
+                    self.run([*iteration, *iteration])  # twice: a store may follow a read of the previous iteration
                 else:
                     self.run_loop(iteration)
             case ast.While(test=test, body=body):
-                self.note_use(test, self.evaluate(test))  # not in the loop: Warp counts its iterations again
+                # Only before the loop, because Warp's backward pass counts the iterations again.
+                self.note_use(test, self.evaluate(test))
                 self.run_loop(body)
             case ast.expr():
                 self.evaluate(node)
@@ -7244,7 +7248,7 @@ class _StaleValues:
             case ast.Compare():
                 return self.evaluate_children(node) - {_HAS_GRADIENT}
             case ast.IfExp(test=test):
-                self.note_use(test, self.evaluate(test))
+                self.note_use(test, self.evaluate(test))  # and the children, below
         return self.evaluate_children(node)
 
     def evaluate_children(self, node: ast.expr) -> set:
