@@ -6079,8 +6079,9 @@ class _WarpOptions(_Options):
             if self.differentiable and value:
                 shown = "a function" if callable(value) else repr(value)
                 raise ValueError(
-                    "The adjoint of a kernel reads its inputs and outputs again, so with differentiable=True the kernel "
-                    f"must not overwrite an input or use scratch. Got {option}={shown}. Write to a new output instead: add it to outs."
+                    "The adjoint of a kernel reads its inputs and outputs again, so with differentiable=True the "
+                    f"kernel must not overwrite an input or use scratch. Got {option}={shown}. Write to a new output "
+                    "instead: add it to outs."
                 )
 
 
@@ -7065,8 +7066,8 @@ _WITHOUT_ADJOINT = frozenset(
 _ATOMIC_SUMS = frozenset({"atomic_add", "atomic_sub"})
 _STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value"
 _LOOP_ADVICE = (
-    "Give the loop a constant length of at most {}. If it only adds, a wp.func that contains the loop and returns the sum "
-    "helps, too."
+    "Give the loop a constant length of at most {}. If it only adds, a wp.func that contains the loop and returns the "
+    "sum helps, too."
 )
 _OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
 
