@@ -3625,6 +3625,7 @@ HELPERS = {  # signature: body
     "place(a: floats, i: int)": "place(a, i, 3.0)",
     "at(a: floats, i: int, n: int)": "return a[i + n]",
     "at(a: floats, i: int)": "return at(a, i, 0)",
+    "generic_place(a: Any, i: int)": "a[i] = 1.0",
     "total(x: rows, i: int)": "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\nreturn s",
     "row_product(x: rows, i: int)": "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nreturn s",
     "double(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
@@ -4247,6 +4248,8 @@ WARP_WRITES = {  # writes to the input y, or to x, an array of vectors
     "wp.copy": "z = wp.copy(y)\nz[i] = 1.0",
     "a helper": "place(y, i, 1.0)",
     "a helper that calls another overload": "place(y, i)",
+    "an overload by keywords": "place(a=y, i=i, value=1.0)",
+    "a generic helper": "generic_place(y, i)",
 }  # fmt: skip
 WARP_AMBIGUOUS_WRITES = {  # stores to y or to the output
     "a variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
@@ -4350,7 +4353,7 @@ def test_warp_ambiguous_write_changes_a_copy_of_input(name):
     expected = launched(kernel, np.zeros(3, np.float32))[2]
     check_close(f(x, y), expected)
     check_close(jax.vmap(f, (0, None))(np.stack([x, x]), y), [expected, expected])
-    check_close(xk.warp_kernel(kernel, like_last, launch_dims=0)(x, y), np.zeros(3))  # no kernel runs
+    check_close(xk.warp_kernel(kernel, like_last, launch_dims=0)(x, y), np.zeros(3, np.float32))  # no kernel runs
     np.testing.assert_array_equal(y, before)
 
 

@@ -4342,11 +4342,14 @@ class _NumbaEmitter(_Emitter):
 # The analysis also finds the number of indices of a thread, and the use of tiles and C++ code, for section 10.  Warp's
 # own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
 
-_UNKNOWN_NDIM = math.inf
+_UNKNOWN_NDIM = math.inf  # larger than any number of indices, and still unknown after a subtraction
 
 
 class _ArrayView(NamedTuple):
-    """A view of the array of a parameter.  If its ndim is unknown, it may also be a tuple or struct with that array."""
+    """A view of the array of a parameter.
+
+    If its ndim is unknown, the value may instead be a tuple or struct that holds the array, or an element of it.
+    """
 
     parameter: str
     ndim: float = _UNKNOWN_NDIM
@@ -4365,15 +4368,17 @@ class _Store(NamedTuple):
 
     kind: str  # "certain", "ambiguous" or "unknown"
     text: str  # its source
-    # Warp's backward pass runs the kernel again.  It omits the stores `x[i] = ...` of the kernel, and repeats stores to
-    # components (`x[i][0] = ...`) and in called functions.
+    # Warp's backward pass runs the kernel again.  It omits plain stores (`x[i] = ...`) and atomics of the kernel, and
+    # repeats stores to components (`x[i][0] = ...`) and in called functions.
     is_repeated_by_adjoint: bool
 
 
 # -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
 # Warp finds its builtins by their names.  All other functions are recognized as objects.
 
-_BUILTINS = {  # {effect on an array argument: the builtins of Warp with this effect}
+# {effect on an array argument: the builtins of Warp with this effect}.  Only builtins that take whole arrays need an
+# entry.  Elements are not views, so `wp.sin(x[i])` has no effect on `x`.
+_BUILTINS = {
     "stores to its first argument": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor "
     "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",
     "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
@@ -4445,7 +4450,7 @@ def _user_overloads(function: Any) -> list:
 
 
 def _bind_call(function: Any, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the arguments of a call, by parameter."""
+    """Return the arguments of a call, by parameter.  If another overload is called, names may be unknown ones."""
     parameters = [parameter.arg for parameter in function.adj.tree.body[0].args.args]
     return {**dict(zip(parameters, call.args)), **{str(x.arg): x.value for x in call.keywords}}
 
@@ -4457,28 +4462,27 @@ class _StoreAnalysis:
     """The stores of a Warp kernel, including those of the functions that it calls, to the arrays of its parameters."""
 
     def __init__(self, kernel: Any) -> None:
-        self.functions: dict[Any, _FunctionAnalysis] = {}  # of the kernel, then of the functions that it calls
-        analysis = self.analyze(kernel)
-        self._repeat(_FunctionAnalysis.find_views)
-        self._repeat(_FunctionAnalysis.find_stores)  # whether a store is ambiguous depends on all views
-        self.stores = analysis.stores  # {parameter: its stores}
-        analyses = self.functions.values()
+        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel, then of the functions that it calls
+        self.stores = self.analysis_of(kernel).stores  # {parameter: its stores}
+        self._repeat_until_stable(_FunctionAnalysis.find_views)
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # whether a store is ambiguous depends on all views
+        analyses = self.analyses.values()
         self.n_indices = max(x.n_indices for x in analyses)
         self.uses_tiles = any(x.uses_tiles for x in analyses)
         self.has_opaque_code = any(x.has_opaque_code for x in analyses)
 
-    def analyze(self, function: Any) -> _FunctionAnalysis:
-        """Return the analysis of a function, which has no results yet if it is new."""
-        if function not in self.functions:
-            self.functions[function] = _FunctionAnalysis(function, self)
-        return self.functions[function]
+    def analysis_of(self, function: Any) -> _FunctionAnalysis:
+        """Return the analysis of a function.  A new one has no results yet."""
+        if function not in self.analyses:
+            self.analyses[function] = _FunctionAnalysis(function, self)
+        return self.analyses[function]
 
-    def _repeat(self, step: Callable[[_FunctionAnalysis], None]) -> None:
+    def _repeat_until_stable(self, step: Callable[[_FunctionAnalysis], None]) -> None:
         """Repeat a step for all functions until it adds no results, because each uses the results of others."""
         n_before = -1
-        while n_before != (n_results := sum(x.n_results for x in self.functions.values())):
+        while n_before != (n_results := sum(x.n_results for x in self.analyses.values())):
             n_before = n_results
-            for analysis in list(self.functions.values()):
+            for analysis in list(self.analyses.values()):
                 step(analysis)
 
     def stored_again_by_adjoint(self) -> set[str]:
@@ -4503,7 +4507,7 @@ class _FunctionAnalysis:
         for parameter in parameters:
             self.views[parameter] = _views_of_parameter(parameter, types_of_parameters.get(parameter))
         if "slice" in self.captured:
-            # In `s = slice(0, 2, 1); y = x[s]`, the index removes no dimension.  So do not count dimensions here.
+            # `y = x[s]` looks like an element if `s` is a slice object.  So every ndim is unknown here.
             self.views = {name: _forget_ndim(views) for name, views in self.views.items()}
         self.returned: set[_ArrayView] = set()  # the arrays of which the returned value may be a view
         self.stores: dict[str, list[_Store]] = {parameter: [] for parameter in parameters}
@@ -4529,7 +4533,7 @@ class _FunctionAnalysis:
                         self._assign(target, self._views_of(value))
                 case ast.AnnAssign(target=target, value=ast.expr() as value):
                     self._assign(target, self._views_of(value))
-                case ast.For(target=target, iter=iterated):
+                case ast.For(target=target, iter=iterated):  # each item is like `iterated[0]`
                     self._assign(target, self._views_of(ast.Subscript(iterated, ast.Constant(0))))
                 case ast.Return(value=ast.expr() as value):
                     self.returned |= self._views_of(value)
@@ -4566,7 +4570,7 @@ class _FunctionAnalysis:
                 return set()  # numbers, vectors or matrices
             case ast.Starred():
                 return set()  # `*x[0:3]` passes the elements, and Warp allows no other use of `*`
-        return _forget_ndim(self._views_of_parts(node))
+        return _forget_ndim(self._views_of_parts(node))  # a tuple, for example
 
     def _views_of_parts(self, node: ast.expr) -> set[_ArrayView]:
         """Return the arrays of which a part of an expression, or an argument of a call, may be a view."""
@@ -4607,7 +4611,7 @@ class _FunctionAnalysis:
         has_stars = any(isinstance(argument, ast.Starred) for argument in call.args)
         if has_stars or function.adj.tree.body[0].args.vararg or getattr(function, "native_snippet", None):
             return None
-        return self.kernel_analysis.analyze(function)
+        return self.kernel_analysis.analysis_of(function)
 
     # -- stores --
 
@@ -4655,7 +4659,7 @@ class _FunctionAnalysis:
         while isinstance(target, (ast.Subscript, ast.Attribute)):
             views = self._views_of(target.value)
             if views and isinstance(target, ast.Subscript):
-                # With an unknown ndim, `x` in `x[i]` may be an element.
+                # If the ndim is unknown, `x` may be an element, and `x[i]` its component.
                 return views, may_be_component or any(view.ndim == _UNKNOWN_NDIM for view in views)
             may_be_component = True
             target = target.value
@@ -4693,7 +4697,7 @@ class _FunctionAnalysis:
             self._record_store(self._views_of_parts(call), "unknown", self._text(call), is_repeated_by_adjoint=True)
             return
         for parameter, argument in _bind_call(function, call).items():
-            for store in list(analysis.stores[parameter]):
+            for store in list(analysis.stores.get(parameter, ())):
                 self._record_store(self._views_of(argument), store.kind, store.text, is_repeated_by_adjoint=True)
             if type(function.input_types.get(parameter)).__name__ == "Reference":  # Warp >= 1.19: `x[i]` by reference
                 views, _ = self._stored_views(argument)
@@ -4702,15 +4706,19 @@ class _FunctionAnalysis:
 
 def _views_of_parameter(name: str, warp_type: Any) -> set[_ArrayView]:
     """Return the view of a parameter of this type; the empty set if it takes numbers."""
-    is_number = isinstance(warp_type, (type, TypeVar)) and not hasattr(warp_type, "ndim")
-    if is_number or (_is_warp_struct(warp_type) and not _contains_arrays(warp_type)):
+    is_class = isinstance(warp_type, (type, TypeVar)) and warp_type is not Any  # such as wp.float32 and wp.vec3
+    if (is_class and not hasattr(warp_type, "ndim")) or (
+        _is_warp_struct(warp_type) and not _contains_arrays(warp_type)
+    ):
         return set()
     return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))}
 
 
 def _removes_dimension(index: ast.expr) -> bool:
     """Return whether an index selects one element of a dimension, unlike a slice, None and `...`."""
-    return not isinstance(index, ast.Slice) and getattr(index, "value", 0) not in (None, ...)
+    if isinstance(index, ast.Constant):
+        return index.value not in (None, ...)
+    return not isinstance(index, ast.Slice)
 
 
 # -- 8.3 Checks ----------------------------------------------------------------------------------------
@@ -4721,17 +4729,15 @@ def _check_stores(
 ) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    Args:
-      wrapper: the wrapper of the kernel.
-      call: the call.
-      stores: the stores of the kernel, by parameter.
-      buffers: {array parameter: the index of its buffer}, inputs first, then outputs, then scratch.  An in-out
-        argument has the index of its output, and an input of which the kernel gets a copy has that of the copy.
+    `stores` are the stores of the kernel, by parameter.  `buffers` is {array parameter: the index of its buffer}: first
+    inputs, then outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous
+    stores has the index of its copy, so it is not an input here.
     """
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
     stored = {buffer for name, buffer in buffers.items() if stores[name]}
-    stored |= {n_in + aliases[i] for i in stored if i in aliases}  # the same memory
+    stored |= {n_in + aliases[i] for i in stored if i in aliases}  # input_output_aliases: both have the same memory
+    is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
     for name, buffer in buffers.items():
         if buffer < n_in and buffer not in aliases and stores[name]:
             certain = [store for store in stores[name] if store.kind == "certain"]
@@ -4739,7 +4745,6 @@ def _check_stores(
             shown = (certain or stores[name])[0].text
             raise _read_only_input_error(f"{wrapper.title} {verb}", [name], f" (`{shown:.80}`)")
         is_result = n_in <= buffer < n_in + len(call.outs)
-        is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
         if is_result and is_checked and buffer not in stored:
             raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
 
@@ -7318,7 +7323,7 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
     found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
-    _, *helpers = analysis.functions  # the first one is the kernel
+    _, *helpers = analysis.analyses  # the first one is the kernel
     for helper in helpers:  # any parameter of a helper may have a gradient
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
