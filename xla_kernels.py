@@ -3357,9 +3357,10 @@ _READ_ONLY_ADVICE = (
     f"{_READ_ONLY_RULE}, and so are global arrays. Write to an output (a parameter after the inputs), list the input "
     "in in_out_argnames, or start an output from it with input_output_aliases."
 )
+_STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
 # {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.
 _ADVICE = {
-    r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only": _READ_ONLY_ADVICE,
+    _STORE_TO_READONLY: _READ_ONLY_ADVICE,
     r"must have void return type|to none": "A kernel with parameters for its outputs returns nothing, but this one "
     "returns a value. Write it to an output: `out[:] = value`.",
     r"(?s)Known signatures:.*64|mismatch: (double|i64)": "JAX truncates 64-bit inputs to 32 bits, but the kernel has a "
@@ -3426,8 +3427,8 @@ def numba_kernel(
 
     **Inputs never change.**  Numba compiles the kernel for read-only arrays, so a store to an input is an error.  If
     the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`, `np.fill_diagonal(x, 0)`), or
-    a helper with an explicit signature of writable arrays, the kernel gets copies of its inputs, except those of which
-    LLVM or Numba's IR proves that it only reads them.  The library cannot see into your own intrinsics and overloads,
+    a helper with an explicit signature of writable arrays, the kernel gets copies of its inputs, except of inputs that
+    LLVM or Numba's IR proves are only read.  The library cannot see into your own intrinsics and overloads,
     raw addresses (`x.ctypes`) and C code.
 
     **State is updated in place** with `in_out_argnames`.  Assign to elements, `v[:] = 0.5 * v + x`.  The statement
@@ -3539,19 +3540,20 @@ class _NumbaWrapper(_Wrapper):
         input_buffers = list(range(n_inputs))
         for in_out_number, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
             input_buffers[self.parameters.index(name)] = n_inputs + in_out_number
-        new_buffers = tuple(range(n_inputs + len(self.in_outs), n_buffers))  # the other outputs, and scratch
+        other_buffers = tuple(range(n_inputs + len(self.in_outs), n_buffers))  # the other outputs, and scratch
         zero_dim = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
         # `parameters` does not include the names of `*args`.
         scalars = frozenset(i for i in zero_dim if i < len(self.parameters) and self.parameters[i] in self.scalars)
         self._check_scalars(call.ins)
-        maps = [_ArgumentMap(n_buffers, (*input_buffers, *new_buffers), scalars)]
-        if may_return and new_buffers and not call.scratch:
-            maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, results=new_buffers))
+        maps = [_ArgumentMap(n_buffers, (*input_buffers, *other_buffers), scalars)]
+        has_results = bool(other_buffers) and not call.scratch  # a kernel that returns its outputs has no scratch
+        if may_return and has_results:
+            maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, results=other_buffers))
         kernel_signature = inspect.signature(_py_func(self.kernel))
         fitting_maps = []
         for argument_map in maps:
             with contextlib.suppress(TypeError):
-                kernel_signature.bind(*argument_map.args)
+                kernel_signature.bind(*argument_map.args)  # only their number matters
                 fitting_maps.append(argument_map)
         if not fitting_maps:
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
@@ -3612,11 +3614,11 @@ class _NumbaKernel(_NumbaWrapper):
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler)
-        runs_on = (
+        platform_phrase = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
             "one's function"
         )
-        return _Target(name, platform="cpu", title=self.title, platform_phrase=runs_on)
+        return _Target(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
 
     def _dispatcher(self) -> Any:
         """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
@@ -3714,7 +3716,7 @@ class _NumbaCompiler:
     """The compilation of one kernel for one signature.
 
     If a kernel does not compile for read-only inputs, or uses a function that ignores that arrays are read-only, it
-    gets copies of the inputs without a proof (7.3).
+    gets a copy of each input that is not proven to be only read (7.3).
     """
 
     kernel: Any
@@ -3771,7 +3773,8 @@ class _NumbaCompiler:
         if readonly_error or _may_ignore_readonly(self.kernel):
             unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
             unproven -= _unwritten_buffers(compiled, self.signature)
-        # Other errors for read-only inputs come from helpers with explicit signatures, which take writable arrays only.
+        # Only direct stores are rejected.  Any other error comes from a helper with an explicit signature, which only
+        # accepts writable arrays; its inputs are copied below.
         if unproven and readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(unproven, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_plain_text(readonly_error)}"
@@ -3801,9 +3804,9 @@ class _NumbaCompiler:
     def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
         """Compile the kernel for buffers of these types.
 
-        - If the parameters of the kernel are all buffers, return the kernel itself.
-        - If it returns its outputs, and its parameters are known, return the kernel itself, too.  It does not take all
-          buffers, so `_compile_storing_adapter` maps its arguments.
+        - If the kernel takes all buffers, in order, return the kernel itself.
+        - If it returns its outputs, and its parameters are known, return the kernel itself, too.  It takes the inputs
+          only, so `_compile_storing_adapter` maps its arguments.
         - Otherwise, return an adapter that takes all buffers.
         """
         import numba
@@ -3820,7 +3823,7 @@ class _NumbaCompiler:
                 elif buffer in argument_map.copied:
                     argument_type = argument_type.copy(readonly=False)
                 argument_types.append(argument_type)
-            return _compile_types(self.kernel, tuple(argument_types))
+            return _compile_types(self.kernel, tuple(argument_types))._replace(takes_all_buffers=False)
         adapter = numba.njit(argument_map.make_adapter(self.kernel, f"return {_RETURNED}"))
         return _compile_types(adapter, buffer_types)
 
@@ -3849,8 +3852,8 @@ class _NumbaCompiler:
                 cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
                 fix = f"Return {cast}, or declare {element} in outs"
         raise TypeError(
-            "A kernel that takes only its inputs returns what outs declares; results are cast within a kind (float64 "
-            f"to float32), not to another. {self.title} returns {returned}, not {shown}. {fix}."
+            "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
+            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fix}."
         )
 
     def _compile_storing_adapter(
@@ -3858,26 +3861,27 @@ class _NumbaCompiler:
     ) -> _CompiledFunction:
         """Compile a function of all buffers that stores the values that the compiled function returns to the outputs.
 
-        The compiled function is the one of `_compile_kernel`: the kernel itself, or an adapter that takes all buffers.
+        The compiled function is the one of `_compile_kernel`.
         """
         import numba
         from numba import types as nbtypes
 
         leaves = _returned_leaves(compiled.overload.signature.return_type)
-        copies = []
-        stores = []
+        copy_lines = []
+        store_lines = []
         for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
             if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
                 # The value may be a view of an output that an earlier line overwrites.
-                copies.append(f"r{buffer} = {value}.copy()")
+                copy_lines.append(f"r{buffer} = {value}.copy()")
                 value = f"r{buffer}"
             if self.signature.ranks[buffer]:
-                stores.append(f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)")
-            stores.append(f"b{buffer}[...] = {value}")
-        if compiled.dispatcher is not self.kernel:  # an adapter, which takes all buffers
+                check = f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)"
+                store_lines.append(check)
+            store_lines.append(f"b{buffer}[...] = {value}")
+        if compiled.takes_all_buffers:
             n_buffers = argument_map.n_buffers
             argument_map = _ArgumentMap(n_buffers, tuple(range(n_buffers)))
-        adapter = argument_map.make_adapter(compiled.dispatcher, *copies, *stores, ShapeError=ShapeError)
+        adapter = argument_map.make_adapter(compiled.dispatcher, *copy_lines, *store_lines, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
     def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
@@ -3900,6 +3904,7 @@ class _CompiledFunction(NamedTuple):
 
     dispatcher: Any
     overload: Any
+    takes_all_buffers: bool = True  # whether its parameters are all buffers of a call, in order
 
 
 def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledFunction:
@@ -3998,7 +4003,7 @@ def _find_advice(text: str) -> str | None:
 
 def _is_store_to_readonly(error: Exception) -> bool:
     """Return whether a Numba error says that a kernel stores to a read-only array."""
-    return _find_advice(_plain_text(error)) == _READ_ONLY_ADVICE
+    return re.search(_STORE_TO_READONLY, _plain_text(error)) is not None
 
 
 def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
@@ -4036,8 +4041,9 @@ def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature
 
     Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
     """
-    passed = {buffer for position, buffer in enumerate(argument_map.args) if position not in only_read}
-    return passed.intersection(range(signature.n_in)) - argument_map.scalars - {i for i, _ in signature.aliases}
+    maybe_written = {buffer for position, buffer in enumerate(argument_map.args) if position not in only_read}
+    inputs = range(signature.n_in)
+    return maybe_written.intersection(inputs) - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
 def _check_outputs_are_stored(
@@ -4138,10 +4144,13 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     for block in blocks:
         for statement in block.body:
             uses.add(statement)
-    stored = uses.stored
-    for variable in stored:  # whatever a stored variable is a view of is stored to, too; the list grows in this loop
-        stored += uses.viewed.pop(variable.name, [])
-    return set(uses.origins.values()) - {uses.origins.get(variable.name) for variable in stored}
+    pending = uses.stored
+    written = set()
+    while pending:  # whatever a variable that is stored to is a view of is stored to, too
+        variable = pending.pop()
+        written.add(uses.origins.get(variable.name))
+        pending += uses.viewed.pop(variable.name, [])
+    return set(uses.origins.values()) - written
 
 
 class _VariableUses:
@@ -4185,20 +4194,24 @@ class _VariableUses:
         callee = self.definitions[call.func.name]
         function = self.captured_value(callee)
         method = callee.attr if function is None and getattr(callee, "op", "") == "getattr" else ""
-        only_read: set = set()  # positions
-        if _decorated_backend(function) is not None and function not in self.call_stack:
-            only_read = _find_only_read(function, self.call_stack)
-        n_operands = 0  # `np.dot(a, b, out)` and `a.dot(b)` only read a and b, and return no view of them
+        read: Container = ()  # the positions of arguments that are only read
+        read_or_viewed: Container = ()  # those that are only read, and of which the result may be a view
         if function is np.dot:
-            n_operands = 2
+            read = (0, 1)  # but not `out`
         elif method == "dot":
-            n_operands = 1
-        for position, argument in enumerate(call.args[n_operands:]):
-            (viewed if position in only_read else self.stored).append(argument)
+            read = (0,)
+        elif _decorated_backend(function) is not None and function not in self.call_stack:
+            read_or_viewed = _find_only_read(function, self.call_stack)
+        for position, argument in enumerate(call.args):
+            if position in read_or_viewed:
+                viewed.append(argument)
+            elif position not in read:
+                self.stored.append(argument)
         self.stored += [argument for _, argument in call.kws] + ([call.vararg] if call.vararg else [])
-        # Other methods may store to their object, such as `x.sort()`.  Only `x.view` is known to return a view.
-        if method != "dot":
-            (viewed if method == "view" else self.stored).append(call.func)
+        if method == "view":
+            viewed.append(call.func)
+        elif method != "dot":  # other methods may store to their object, such as `x.sort()`
+            self.stored.append(call.func)
 
     def captured_value(self, definition: Any) -> Any:
         """Return the captured value that a definition refers to, also as an item of a module or of a named tuple.
