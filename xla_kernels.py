@@ -1026,7 +1026,7 @@ class _Target:
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
             with _fall_back_to_per_slice(self.title):
-                compiled.batch_launch.compile_once(self.launch)
+                compiled.batch_launch.ensure_compiled(self.launch)
         return self
 
 
@@ -2297,7 +2297,7 @@ class _Emitter:
 # describes the generated code: "Load x" means that the machine code loads x in each call.
 #
 # This holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5,
-# 9.3 and 10.4.  Python code that runs in each call is marked: `callback` and `_store_error_message` (6.6).
+# 9.3 and 10.4.  The only Python code that runs in each call is `callback` and `_store_error_message` (6.6).
 
 
 class _Int64:
@@ -2370,10 +2370,10 @@ class _Variable(ctypes.Structure):
     _fields_ = (("current", _I64),)
 
 
-# glibc's memset of 2 KiB or more uses `rep stosb`, which takes 40 ns to start on an AMD EPYC.  So memory below this
-# size is zeroed in pieces of 1 KiB.  For 1,000 float32, zeros cost 17% of the time of a sum x + y with pieces, and
+# From 2 KiB on, glibc's memset uses `rep stosb`, which takes 40 ns to start on an AMD EPYC.  To avoid it, less than
+# 8 KiB is zeroed in pieces of 1 KiB.  For 1,000 float32, zeros cost 17% of the time of a sum x + y with pieces, and
 # 28% without.
-_MIN_WHOLE_MEMSET = 1 << 13
+_MIN_WHOLE_MEMSET_NBYTES = 1 << 13
 
 
 class _IRBuilder:
@@ -2475,7 +2475,7 @@ class _IRBuilder:
         self.cgutils.raw_memcpy(self.llvm_builder, *pointers, self.llvm_value(nbytes), 1)
 
     def set_to_zeros(self, address: Any, nbytes: Any) -> None:
-        piece_nbytes = self.select(nbytes < _MIN_WHOLE_MEMSET, 1024, nbytes)
+        piece_nbytes = self.select(nbytes < _MIN_WHOLE_MEMSET_NBYTES, 1024, nbytes)
         bounds = self.llvm_value(0), self.llvm_value(nbytes), self.llvm_value(piece_nbytes)
         with self.cgutils.for_range_slice(self.llvm_builder, *bounds) as (index, _):
             start = _Int64(self, index)
@@ -2613,19 +2613,19 @@ def _load_code(code: bytes) -> Any:
 #             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
 #                 run_range, run_parallel   (as above)
 #
-# In NumPy's terms, let b be a C-contiguous array with one element for each slice of a buffer, so that b.itemsize is the
-# size of a slice in bytes.  Batch dimensions broadcast as in NumPy.  A row is a range of slices in which the step from
-# one slice to the next is constant in each buffer:
+# In NumPy's terms, picture each buffer as a C-contiguous array b whose elements are whole slices, so that b.itemsize is
+# the size of a slice in bytes.  Batch dimensions broadcast as in NumPy.  A row is a range of slices in which the step
+# from one slice to the next is constant in each buffer:
 #
-#     shape = np.broadcast_shapes(*[b.shape for b in buffers])         # of the batch
+#     shape = np.broadcast_shapes(*[b.shape for b in bs])         # of the batch
 #     n_slices = math.prod(shape)
-#     strides = [np.broadcast_to(b, shape).strides for b in buffers]   # in bytes; 0 where the size 1 broadcasts
-#     if all(b.size in (1, n_slices) for b in buffers):                # the whole batch is a row
-#         row_length, steps = n_slices, [0 if b.size == 1 else b.itemsize for b in buffers]
-#     else:                                                            # the rows are along the last dimension
+#     strides = [np.broadcast_to(b, shape).strides for b in bs]   # in bytes; 0 where the size 1 broadcasts
+#     if all(b.size in (1, n_slices) for b in bs):                # the whole batch is a row
+#         row_length, steps = n_slices, [0 if b.size == 1 else b.itemsize for b in bs]
+#     else:                                                       # the rows are along the last dimension
 #         row_length, steps = shape[-1], [s[-1] for s in strides]
 #     for i in range(0, n_slices, row_length):
-#         inner_loop([address of slice i of b for b in buffers], steps, row_length)     # simplified
+#         inner_loop([address of slice i of b for b in bs], steps, row_length)     # simplified
 #
 # The code splits long rows into several inner loops (`max_inner_loop_nbytes`).
 
@@ -2636,7 +2636,10 @@ class _BatchedBuffer(ctypes.Structure):
     _fields_ = (
         ("pointer", _PTR),  # address of the current slice
         ("step", _I64),  # bytes to the next slice of a row; 0 if that is the same slice
-        ("batch_dims", _PTR),  # int64[]: the batch dimensions, which end where `dims` begins, or none
+        (
+            "batch_dims",
+            _PTR,
+        ),  # int64[]: the batch dimensions, directly before `dims`; equal to `dims` if there are none
         ("dims", _PTR),  # int64[]: the dimensions of a slice
         ("slice_nbytes", _I64),  # bytes of a slice
         ("n_slices", _I64),  # number of slices, computed by `run_batch`: the product of the batch dimensions
@@ -2652,7 +2655,7 @@ class _HandlerData(ctypes.Structure):
         ("measured_slice_nbytes", _I64),  # `_BatchCall.slice_nbytes` at that time
         # Set by `_compile_handler`:
         ("n_buffers", _I64),  # number of buffers, including scratch
-        ("max_inner_loop_nbytes", _I64),  # bytes of all slices of an inner loop, unless it has a single slice
+        ("max_inner_loop_nbytes", _I64),  # an inner loop of several slices has about this many bytes at most
         ("inner_loop", _PTR),  # the handler's function inner_loop(frame, buffers, count)
         ("run_batch", _PTR),  # the scheduler's run_batch(frame, handler_data, buffers, depth)
         ("in_order", _I64),  # 1 if slices must run one after another, on the caller's thread
@@ -2685,7 +2688,7 @@ class _SharedBatch(ctypes.Structure):
     _fields_ = (
         ("batch", ctypes.POINTER(_BatchCall)),  # valid as long as `remaining` is not 0
         ("next", _I64),  # atomic: the first slice that is not claimed; if `n_slices` or more, none is left to claim
-        ("n_slices", _I64),  # `_BatchCall.n_slices`
+        ("n_slices", _I64),  # `_BatchCall.n_slices`, because a late task must not read `batch`
         ("chunk", _I64),  # number of slices that a thread claims at a time
         ("remaining", _I64),  # atomic: number of slices that are not settled
         ("refcount", _I64),  # atomic: one for each worker loop, queued or running, and one for the caller
@@ -2759,7 +2762,7 @@ class _BatchScheduler(_IRBuilder):
         with self.loop(depth) as i:
             self._add_dimension(batch, depth - 1 - i)
         self._choose_rows(batch)
-        # At least one slice, also if all buffers are empty.
+        # At least one slice.  The first `+ 1` avoids a division by zero if all buffers are empty.
         batch.max_inner_loop_length = handler_data.max_inner_loop_nbytes // (batch.slice_nbytes + 1) + 1
         with self.if_((batch.n_slices < 2) | handler_data.in_order):
             self.ret(self.call("run_range", batch, 0, batch.n_slices))
@@ -2850,7 +2853,8 @@ class _BatchScheduler(_IRBuilder):
         """Run the slices on this thread, until they prove slow enough to run the rest on several threads.
 
         The ranges have 1, 8, 64, ... slices.  The rest runs on several threads as soon as a range was long enough for
-        the clock, and the rest is enough work.  Until then, the next range is too short to be worth threads.
+        the clock, and the rest is enough work.  A range is only 8 times as long as the one before.  So after a range
+        that was too short to measure, the next one needs no threads.
         """
         start = self.variable(0)
         count = self.variable(1)
@@ -3000,7 +3004,7 @@ _FENV_WORDS = 32  # more than fenv_t has: 4 words on x86-64, 1 on arm64
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> _CompiledHandler:
     """Compile a handler, or reuse the object code of one with the same signature and `code_key`, and load it."""
-    key = signature._replace(label=""), emitter.code_key
+    key = signature._replace(label=""), emitter.code_key  # only code that is not shared contains the label
     code = _HANDLER_CODE.get(key)
     if code is None:
         code = _HandlerBuilder(signature, emitter).compile()
@@ -3061,9 +3065,9 @@ class _HandlerBuilder(_IRBuilder):
     def _guarded_inner_loop(self, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> _Int64:
         """Run slices while holding the emitter's lock, and in the default floating-point environment.
 
-        XLA's threads flush subnormal numbers to zero, and threads that they start inherit this.  Numba's threads also
-        run parallel functions outside of JAX, whose results would depend on who started the threads.  Only on Linux is
-        the default environment a constant (`_FE_DFL_ENV`), so elsewhere the environment is not reset.
+        XLA's threads flush subnormal numbers to zero.  If such a thread starts Numba's threads, they inherit this, and
+        it would later change the results of parallel functions outside of JAX.  Only on Linux is the default
+        environment a constant (`_FE_DFL_ENV`), so elsewhere the environment is not reset.
         """
         resets_environment = self.emitter.starts_threads and sys.platform == "linux"
         if self.emitter.lock_address:
@@ -3091,7 +3095,7 @@ class _HandlerBuilder(_IRBuilder):
             yield arrays
 
     @contextlib.contextmanager
-    def each_launch_block(
+    def each_launch_chunk(
         self, buffers: _StructPointer, count: _Int64, max_slices: int
     ) -> Iterator[tuple[list[_KernelArray], _Int64]]:
         """Generate a loop over blocks of at most `max_slices` of `count` slices, one for each launch on a GPU.
@@ -3162,7 +3166,8 @@ class _HandlerBuilder(_IRBuilder):
     def _batch_depth(self, xla_buffers: Sequence[_StructPointer]) -> _Int64:
         """Return the number of batch dimensions of the call, which is that of its last buffer.
 
-        Only inputs may lack the batch dimensions, and only in a call that has outputs, which come after them (5.2).
+        The last buffer always has them.  Outputs and scratch buffers have them, and inputs may lack them only if the
+        call has outputs (5.2).
         """
         if not xla_buffers:
             return self.constant(0)
@@ -3234,14 +3239,14 @@ class _HandlerBuilder(_IRBuilder):
     def _write_gpu_memory(
         self, frame: _StructPointer, driver_function: str, output: _Int64, value: Any, nbytes: _Int64
     ) -> None:
-        """Call `driver_function(output, value, nbytes, stream)`, for which CUDA graphs can capture the handler.
+        """Call `driver_function(output, value, nbytes, stream)`, which a CUDA graph can capture.
 
         If the driver reports an error, return it from the generated function.
         """
         assert self.emitter.libcuda is not None
         with self.if_(nbytes > 0):
             address = self.emitter.libcuda.address(driver_function)
-            code = self.call(address, output, value, nbytes, _write_stream(self, frame))
+            code = self.call(address, output, value, nbytes, _load_stream(self, frame))
             with self.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
                 kernel = f"kernel '{self.signature.label}'"
                 self.fail(frame, self.c_string(f"{driver_function} failed while it initialized an output of {kernel}"))
@@ -3288,7 +3293,7 @@ class _CallbackEmitter(_Emitter):
         n_buffer_words = len(signature.ranks) + sum(signature.ranks)
         i_message = n_buffer_words + 3
 
-        def callback(words: Any) -> None:
+        def callback(words: Any) -> None:  # runs in each call
             message = 0
             try:
                 values = iter(words[:n_buffer_words])
@@ -3302,7 +3307,7 @@ class _CallbackEmitter(_Emitter):
         self.callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_I64))(callback)
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        stream_and_device = _write_stream_and_device(ir, frame) if self.libcuda else (0, 0)
+        stream_and_device = _load_stream_and_device(ir, frame) if self.libcuda else (0, 0)
         # The error word starts as this message.  A callback that reaches its end overwrites it, but a
         # KeyboardInterrupt may end the callback before its first line.
         interrupted = ir.c_string(f"KeyboardInterrupt (raised in kernel '{ir.signature.label}')")
@@ -4768,7 +4773,7 @@ def _check_stores(
 # Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
 # simulator.  The CUDA target that is a part of Numba is treated like numba-cuda.  All but the simulator compile a
 # kernel to machine code.  This section loads the machine code on each GPU, using CUDA's driver API, and writes a
-# handler that launches it.  Section 6 calls `_write_stream` and `_write_stream_and_device` of 9.3, for outputs and for
+# handler that launches it.  Section 6 calls `_load_stream` and `_load_stream_and_device` of 9.3, for outputs and for
 # Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
 # What a new version of these packages may break:
@@ -5043,24 +5048,28 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index
     """
     if n_dims != n_indices:
         raise ValueError(
-            f"launch_dims needs one number for each index of a thread, without the dimensions of vectors. {title}: "
-            f"{launch} has {n_dims} dimensions, but {index_function} gives {n_indices} indices."
+            f"launch_dims needs one number for each index of a thread. {title}: {launch} has {n_dims} "
+            f"dimension{'s' if n_dims != 1 else ''}, but {index_function} gives {n_indices} "
+            f"ind{'ices' if n_indices != 1 else 'ex'}."
         )
 
 
-def _cuda_grid_rank(kernel: Any) -> int:
-    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if there are none."""
+def _n_cuda_grid_indices(kernel: Any) -> int:
+    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers.
+
+    Return 0 if there are none, or if no n is known.
+    """
     from numba.core import ir_utils
 
-    ranks = [0]
+    n_indices = [0]
     for function in _kernel_and_helpers(kernel):
         numba_ir = _numba_ir(function)
         for block in numba_ir.blocks.values() if numba_ir else ():
             for call in block.find_exprs("call"):
                 name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
                 if name == "grid" and _is_library_module(str(module)):
-                    ranks.append(ir_utils.guard(ir_utils.find_const, numba_ir, call.args[0]) or 0)
-    return max(ranks)
+                    n_indices.append(ir_utils.guard(ir_utils.find_const, numba_ir, call.args[0]) or 0)
+    return max(n_indices)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -5078,12 +5087,13 @@ class _CudaOptions(_Options):
         given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
         if given not in (["grid", "block"], ["launch_dims"]):
             raise ValueError(
-                f"A launch takes either both grid and block, or launch_dims; got {' and '.join(given) or 'neither'}. "
-                "Pass launch_dims=lambda x: x.size, or grid=n_blocks, block=256."
+                "A launch takes either both grid and block, or launch_dims; got "
+                f"{' and '.join(given) or 'none of them'}. Pass launch_dims=lambda x: x.size, or grid=n_blocks, "
+                "block=256."
             )
         self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, "Pass shared_mem=4 * n_floats.")
         fix = "For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
-        _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
+        self.threads_per_block = _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -5152,9 +5162,9 @@ class _CudaKernel(_CudaWrapper):
             only_read = _find_only_read(self.kernel)
             handler = None
             if package.runs_here:
-                inputs = _unproven_inputs(only_read, argument_map, signature)
-                unproven = argument_map.names_of(inputs, self.parameters)
-                handler = package.compile_handler(self.kernel, argument_map, signature, in_order, unproven)
+                maybe_written = _unproven_inputs(only_read, argument_map, signature)
+                names = argument_map.names_of(maybe_written, self.parameters)
+                handler = package.compile_handler(self.kernel, argument_map, signature, in_order, names)
             if checks_outputs:
                 _check_outputs_are_stored(
                     only_read,
@@ -5172,7 +5182,8 @@ class _CudaKernel(_CudaWrapper):
         target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
         target = dataclasses.replace(target, launch=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
-            # An exported program finds this target by its name, and may contain a batch that this process never lowers.
+            # A program that another process has exported finds this target by its name.  If it contains a batch, this
+            # process never lowers the batch, so compile the batch launch now.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
@@ -5186,10 +5197,10 @@ class _CudaKernel(_CudaWrapper):
         if dims is None:
             return _LaunchConfig(*_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem)
         threads = _dim3("launch_dims", dims)
-        rank = np.size(dims)  # 1 for an int
-        if checks_indices and (n_indices := _cuda_grid_rank(self.kernel)):  # 0: unknown
-            _check_n_indices(self.title, f"launch_dims={dims}", rank, n_indices, "cuda.grid")
-        block: tuple[int, int, int] = _CUDA_BLOCKS.get(rank, (options.threads_per_block, 1, 1))
+        n_dims = np.size(dims)  # 1 for an int
+        if checks_indices and (n_indices := _n_cuda_grid_indices(self.kernel)):
+            _check_n_indices(self.title, f"launch_dims={dims}", n_dims, n_indices, "cuda.grid")
+        block: tuple[int, int, int] = _CUDA_BLOCKS.get(n_dims, (options.threads_per_block, 1, 1))
         grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return _LaunchConfig(*_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem)
 
@@ -5239,7 +5250,7 @@ class _CudaCallable(_CudaWrapper):
 
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
 _CALLABLE_ERRORS = {
-    "Cannot modify readonly array|setitem\\(readonly array|destination is read-only": (
+    r"Cannot modify readonly array|setitem\(readonly array|destination is read-only": (
         f"{_READ_ONLY_RULE}. A launch or an assignment writes to one. Write to an output, or alias an output to the "
         "input: input_output_aliases={i: j}. For a temporary copy: tmp = cuda.device_array_like(x); "
         "tmp.copy_to_device(x, stream=stream)."
@@ -5297,16 +5308,22 @@ class _NumbaCuda(_CudaPackage):
     # -- compiling --
 
     def compile_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
+        self,
+        kernel: Any,
+        argument_map: _ArgumentMap,
+        signature: _Signature,
+        in_order: bool,
+        maybe_written: Sequence[str],
     ) -> _CompiledHandler:
         """Compile a kernel and its handler.
 
-        `unproven` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the types
-        that Numba infers do not exclude such a store either, raise an error.
+        `maybe_written` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the
+        types that Numba infers do not exclude such a store either, raise an error.
         """
-        # A batch launch is compiled later.  Its code must contain the same captured values.
+        # A batch launch is compiled later, and must contain the same captured values as this compilation.  These are
+        # the values of the kernel's first compilation, because the dispatcher reads them once.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, unproven)
+        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, maybe_written)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
         batch = _CudaBatch(self, kernel, argument_map, signature, in_order, first_fingerprint, launcher.ptx, handler)
         return handler._replace(batch_launch=batch)  # the copy shares `data` and `keep_alive` with `handler`
@@ -5327,11 +5344,13 @@ class _NumbaCuda(_CudaPackage):
             function = argument_map.make_adapter(on_device, cuda=self.cuda)
         return type(kernel)(function, options)
 
-    def compile_and_load(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str] = ()) -> _CudaLauncher:
+    def compile_and_load(
+        self, dispatcher: Any, signature: _Signature, maybe_written: Sequence[str] = ()
+    ) -> _CudaLauncher:
         """Compile a kernel for the buffers of a signature, check it, and load it on each GPU."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile(dispatcher, signature, unproven)
+            compiled = self.compile(dispatcher, signature, maybe_written)
             ptx, entry = self.ptx_and_entry(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
@@ -5343,8 +5362,8 @@ class _NumbaCuda(_CudaPackage):
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
         return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
 
-    def compile(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str]) -> Any:
-        """Compile a kernel for the current device.  Raise an error if it may write to one of the unproven inputs."""
+    def compile(self, dispatcher: Any, signature: _Signature, maybe_written: Sequence[str]) -> Any:
+        """Compile a kernel for the current device.  Raise an error if it may write to one of these inputs."""
         import numba
 
         # The CUDA target that is a part of Numba uses Numba's types.
@@ -5352,18 +5371,18 @@ class _NumbaCuda(_CudaPackage):
         compiled, readonly_error = _compile_readonly_or_writable(
             self.module, dispatcher.compile, types_module, signature
         )
-        if not unproven:
+        if not maybe_written:
             return compiled
         title = f"Kernel {signature.label!r}"
         if readonly_error:
-            raise _writable_only_error(title, unproven, readonly_error) from readonly_error
+            raise _writable_only_error(title, maybe_written, readonly_error) from readonly_error
         typed = compiled
         if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
             uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
             typed = uncached.compile(_array_types(types_module, signature))
         if statement := _find_store_to_readonly(typed.type_annotation):
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"{title} may write", unproven, reason)
+            raise _read_only_input_error(f"{title} may write", maybe_written, reason)
         return compiled
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
@@ -5502,16 +5521,22 @@ class _CudaSimulator(_CudaPackage):
     platform = "cpu"
 
     def compile_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
+        self,
+        kernel: Any,
+        argument_map: _ArgumentMap,
+        signature: _Signature,
+        in_order: bool,
+        maybe_written: Sequence[str],
     ) -> _CompiledHandler:
         """Compile a handler.  NumPy rejects stores to inputs when the kernel runs."""
         adapter = argument_map.make_adapter(kernel.py_func)
 
+        # The simulator replaces `cuda` in the globals of the function that it launches.  The kernel must see the
+        # replacement, so a function with the kernel's globals is launched: a copy of `call_adapter`, which itself uses
+        # no globals.
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
-        # The simulator replaces `cuda` in the globals of the function that it launches.  The kernel must see the
-        # replacement.  So we launch a copy of `call_adapter` with the kernel's globals; `adapter` is in its closure.
         namespace = kernel.py_func.__globals__
         launched = types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__)
         simulated = self.cuda.jit(launched)
@@ -5577,9 +5602,12 @@ def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
     packages = numba_cuda, _NUMBA_CUDA_MLIR
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
-    for known in ([x for x in packages if x in captured], [x for x in packages if x.module in sys.modules]):
-        if len(known) == 1:
-            return known[0]
+    captured_packages = [package for package in packages if package in captured]
+    if len(captured_packages) == 1:
+        return captured_packages[0]
+    imported_packages = [package for package in packages if package.module in sys.modules]
+    if len(imported_packages) == 1:
+        return imported_packages[0]
     has_mlir = importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim()
     return _NUMBA_CUDA_MLIR if has_mlir else numba_cuda
 
@@ -5597,7 +5625,7 @@ def _writable_only_error(title: str, names: Sequence[str], readonly_error: Excep
 
 
 # Functions of Numba CUDA that store to their first argument, even if it is read-only, besides those of `cuda.atomic`.
-_CUDA_STORES = frozenset("stcg stcs stwb stwt".split())
+_CUDA_STORES = frozenset({"stcg", "stcs", "stwb", "stwt"})
 
 
 def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
@@ -5737,18 +5765,18 @@ def _write_xla_query(ir: _HandlerBuilder, frame: _StructPointer, function: str, 
     return args
 
 
-def _write_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
+def _load_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
     """Get the stream of the call."""
     return _write_xla_query(ir, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
 
-def _write_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
+def _load_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
     """Get the stream and the CUDA ordinal of the call."""
     ordinal = _write_xla_query(ir, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return _write_stream(ir, frame), ordinal
+    return _load_stream(ir, frame), ordinal
 
 
-def _write_launch_config_loads(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
+def _load_launch_config(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
     """Load the launch configuration of the call."""
     first = ir.launch_attribute(frame)
     return _LaunchConfig(*[ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
@@ -5794,9 +5822,9 @@ class _CudaLauncher:
 
         The Python function takes the addresses of the kernel's parameters, and optionally another z of the grid.
         """
-        stream, ordinal = _write_stream_and_device(ir, frame)
+        stream, ordinal = _load_stream_and_device(ir, frame)
         function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
-        config = _write_launch_config_loads(ir, frame)
+        config = _load_launch_config(ir, frame)
 
         def write_launch(params: list, z: Any = config.grid_z) -> None:
             extra = 0  # the last parameter of cuLaunchKernel
@@ -5836,10 +5864,10 @@ class _CudaEmitter(_Emitter):
 # time.  Then `_CudaBatch` replaces the inner loop that the registered handler runs for a batch
 # (`_HandlerData.inner_loop`), so existing and exported programs use the new code, too:
 #
-#     at first                the loop of `_CudaEmitter`: one launch per slice
-#     after `compile_once`    the loop of `_CudaBatchEmitter`: one launch for up to 65,535 slices.  It calls the first
-#                             loop if a call already uses z, or needs more threads in a block than the second
-#                             compilation allows.
+#     at first                  the loop of `_CudaEmitter`: one launch per slice
+#     after `ensure_compiled`   the loop of `_CudaBatchEmitter`: one launch for up to 65,535 slices.  It calls the
+#                               first loop if a call already uses z, or needs more threads in a block than the second
+#                               compilation allows.
 
 _SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
 # Finds the PTX of kernels for which the blocks along z cannot be slices: they read z of their blocks or grid, use
@@ -5874,12 +5902,12 @@ class _CudaBatchEmitter(_CudaEmitter):
         self.loop_per_slice = loop_per_slice
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        config = _write_launch_config_loads(ir, frame)
+        config = _load_launch_config(ir, frame)
         has_too_many_threads = config.threads_per_block > self.launcher.max_threads
         with ir.if_((config.grid_z > 1) | has_too_many_threads, likely=False):
             ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
-        with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+        with ir.each_launch_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
             write_launch(self._store_params(ir, arrays), z=n_slices)
 
 
@@ -5899,7 +5927,7 @@ class _CudaBatch:
     batch_launcher: _CudaLauncher | None = None  # None if it was not tried, or failed
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
-    def compile_once(self, launch: Sequence[int]) -> None:
+    def ensure_compiled(self, launch: Sequence[int]) -> None:
         """Compile the batch launch, unless that was tried before.  From then on, the registered handler uses it.
 
         The caller logs the exceptions, as the reasons why a batch has a launch per slice.
@@ -6960,7 +6988,7 @@ class _WarpEmitter(_Emitter):
                 ir.store(value, words + 8 * position)
 
         if write_launch and self.is_batch_launch:
-            with ir.each_launch_block(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+            with ir.each_launch_chunk(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
                 replace_placeholders(arrays)
                 write_launch(params, z=n_slices)
             return
