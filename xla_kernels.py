@@ -7455,10 +7455,11 @@ class XLACustomKernel(_PickledByReference):
         self.primitive = _OpPrimitive(self)
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
-        self._rules: dict[str, Any] = {}  # the rules that are defined, of "batching", "jvp", "transpose" and "vjp"
-        # A later registration clears JAX's caches only if compiled functions may depend on the replaced kernel or rule.
-        self._was_traced = False  # whether JAX may have compiled functions that depend on the rules
-        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry used}
+        self._rules: dict[str, Any] = {}  # {kind: rule}; the kinds are "batching", "jvp", "transpose" and "vjp"
+        # A later registration clears JAX's caches only if compiled functions may depend on what it replaces.
+        self._was_traced = False  # for a new rule: whether JAX may have traced the op
+        # For a new kernel: {(platform, backend of the call): the entry that was lowered}.
+        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
         self.__doc__ = doc or self.__doc__
 
@@ -7495,7 +7496,7 @@ class XLACustomKernel(_PickledByReference):
         return op_call
 
     def __repr__(self) -> str:
-        return f"<{self.title}: {self._registered()}>"
+        return f"<{self.title}: {self._registered_text()}>"
 
     # -- registration ----------------------------------------------------------------------------------
 
@@ -7687,10 +7688,10 @@ class XLACustomKernel(_PickledByReference):
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
         for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
             if self._find_entry(platform, backend) is not entry:
-                self._clear_jax_caches()
+                self._clear_jax_caches_if_traced()
                 return
 
-    def _clear_jax_caches(self) -> None:
+    def _clear_jax_caches_if_traced(self) -> None:
         """If JAX may have traced this op, clear all caches, so that every function is traced and compiled again.
 
         JAX cannot drop only the functions that call one op.
@@ -7741,13 +7742,13 @@ class XLACustomKernel(_PickledByReference):
             return entry
         missing = "kernel" if backend is None else f"backend {backend!r}"
         text = (
-            f"{self.title} has no {missing} for platform {platform!r}. Registered: {self._registered()}. Pass "
-            "a registered backend=, move the inputs with jax.device_put(x, device), or register a kernel: "
+            f"{self.title} has no {missing} for platform {platform!r}. Registered: {self._registered_text()}. Choose "
+            "a registered backend, move the inputs of a call with jax.device_put(x, device), or register a kernel: "
             f"op.def_kernel({backend or 'jax'!r}, {platform!r}, kernel)."
         )
         raise NotImplementedError(text) if backend is None else ValueError(text)
 
-    def _registered(self) -> str:
+    def _registered_text(self) -> str:
         """Return all platforms and their backends as a text."""
         return "; ".join(f"{name}: {', '.join(entries)}" for name, entries in [*self._entries.items()]) or "nothing"
 
@@ -7758,9 +7759,9 @@ class XLACustomKernel(_PickledByReference):
 
             fun(args, axes, **params) -> (outputs, output_axes)
 
-        Without this rule, the kernel of the backend is batched.  If the op has a JVP, VJP or transpose rule,
-        derivatives come from that rule.  If it has a JVP or transpose rule, the batching rule runs when a call is
-        lowered, so the batching rule cannot use traced values of its closure.
+        Without this rule, the kernel of the backend is batched.  Usually the batching rule runs at once.  If the op
+        also has a JVP or transpose rule, which then gives the derivatives, the batching rule runs when a call is
+        lowered, and cannot use traced values of its closure.
 
         Args:
           fun: a function.  `args` holds the operands.  `axes` holds the position of the batch axis for each operand,
@@ -7777,12 +7778,12 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.vmap(lambda x: op(x, outs=x))(np.zeros(2, np.float32)))
           [1. 1.]
         """
-        return self._define_rule("batching", fun)
+        return self._set_function_rule("batching", fun)
 
     def register_general_batching(self) -> None:
         """Remove the batching rule, so that the kernel of the backend is batched again."""
         if self._rules.pop("batching", None):
-            self._clear_jax_caches()
+            self._clear_jax_caches_if_traced()
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
         """Define the JVP rule as one function.
@@ -7806,12 +7807,14 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=x))(3.0))
           6.0
         """
-        return self._define_rule("jvp", fun)
+        return self._set_function_rule("jvp", fun)
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the JVP rule as one function for each operand.
 
             rule(tangent, *primals, **params) -> output tangents
+
+        The tangent of the outputs is the sum over the operands.  An operand whose rule is None has the derivative zero.
 
         Args:
           jvp_rules: a function or None for each operand, see `defjvp`.
@@ -7839,7 +7842,7 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=x, factor=3.0))(1.0))
           3.0
         """
-        return self._define_rule("transpose", fun)
+        return self._set_function_rule("transpose", fun)
 
     def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
         """Define the VJP rule as two functions, for example if a kernel computes the backward pass.
@@ -7847,8 +7850,8 @@ class XLACustomKernel(_PickledByReference):
             fwd(*ins, **params) -> (results, residuals)
             bwd(residuals, cotangents, **params) -> operand cotangents
 
-        The op then supports reverse mode only.  If an op has both a VJP rule and a JVP rule, it uses the one that was
-        defined last.
+        The op then supports reverse mode only.  `fwd` may call the op, because JAX does not differentiate this call.  If
+        an op has both a VJP rule and a JVP rule, it uses the one that was defined last.
 
         Args:
           fwd: a function.  `params` is described in `def_jvp_rule`.  The results, usually those of the op itself, have
@@ -7866,7 +7869,7 @@ class XLACustomKernel(_PickledByReference):
         subject = f"{self.title}: a function of def_vjp_rule"
         self._set_rule("vjp", (_wrap_user_function(fwd, subject), _wrap_user_function(bwd, subject)))
 
-    def _define_rule(self, rule_kind: str, fun: Callable) -> Callable:
+    def _set_function_rule(self, rule_kind: str, fun: Callable) -> Callable:
         """Replace a rule by the user's function, and return the function."""
         self._set_rule(rule_kind, _wrap_user_function(fun, f"{self.title}: the {rule_kind} rule"))
         return fun
@@ -7878,7 +7881,7 @@ class XLACustomKernel(_PickledByReference):
             # new VJP rule need not remove an older JVP rule.
             self._rules.pop("vjp", None)
         self._rules[rule_kind] = rule
-        self._clear_jax_caches()
+        self._clear_jax_caches_if_traced()
 
     # -- for BrainEvent: attributes that its operators define, and that its registry reads by these names ---
 
@@ -8110,18 +8113,19 @@ def _generated_function(
       entry: the registered kernel.
       outs: the specs of one slice.
       params: the static parameters of the call.
-      varying_axes: the mesh axes over which the inputs vary.  The generator sees them in `outs`, so it can pass them
-        on, for example to `pallas_call`.  Constants that it creates must not have them, because later traces reuse
-        these constants.
+      varying_axes: the mesh axes over which the inputs vary.  They are put into the `outs` that the generator gets, so
+        that it can pass them on, for example to `pallas_call`.  They are not in the context in which it creates
+        constants, because later traces reuse these constants.
       mesh: the current mesh, which is a part of the type of constants.
       x64: whether 64 bits are enabled.  Like the mesh, this is a context for which constants are created.
     """
     varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in outs])
-    # Constants are computed now, so that they are arrays instead of tracers.  JAX can do so only if no axis is manual.
+    # Constants are computed now, so that they are arrays instead of tracers.  JAX can do so only if no axis is manual,
+    # so manual axes look automatic while the generator runs.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         generated = entry.kernel_generator(**params, outs=varying_outs)
-        function = _wrap_if_decorated(generated, outs, {})
+        function = _wrap_if_decorated(generated, outs, {})  # the results of a wrapper vary like its inputs
     if not callable(function):
         raise TypeError(
             f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
@@ -8167,8 +8171,8 @@ def _checked_arrays(
     A result of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
     result, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
 
-        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return this number of
-        arrays, with these shapes and dtypes, or None for zero.
+        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return arrays of
+        the latter shapes and dtypes, or None for zero.
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
@@ -8178,8 +8182,8 @@ def _checked_arrays(
     if len(shown) == len(wanted) and all(matches):
         return arrays
     raise ValueError(
-        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return this number "
-        f"of arrays, with these shapes and dtypes{advice}."
+        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return arrays "
+        f"of the latter shapes and dtypes{advice}."
     )
 
 
@@ -8283,14 +8287,15 @@ class _OpCall:
         return self.tree.unflatten(results)
 
     def check_kernel(self, ins: Sequence) -> None:
-        """Trace the kernel that will probably run, so that its errors are raised at the user's call.
+        """On a machine with only CPUs, trace the kernel, so that its errors are raised at the user's call.
 
-        The lowering, which comes later, reports the errors of other kernels.
+        Otherwise the lowering, which comes later, reports them.
         """
-        entry = self.op._find_entry(_default_platform(), self.backend)
-        if entry is None or jax.default_backend() != "cpu":
+        if jax.default_backend() != "cpu":
             return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
-        _check_kernel_once(self, entry, jax.sharding.get_abstract_mesh(), *map(jax.typeof, ins))
+        entry = self.op._find_entry(_default_platform(), self.backend)
+        if entry:
+            _check_kernel_once(self, entry, jax.sharding.get_abstract_mesh(), *map(jax.typeof, ins))
 
     def bind(self, *ins: Any) -> list:
         """Bind the primitive, and return the results as a flat list."""
@@ -8360,12 +8365,12 @@ def _check_no_tracers_or_effects(title: str, closed_jaxpr: Any) -> None:
 
 def _op_abstract_eval(op_call: _OpCall, *avals: Any) -> list:
     """Return the abstract values of the results.  Their batch dimensions are sharded like those of the operands."""
-    remaining_specs = [iter(aval.sharding.spec) for aval in avals]
-    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one entry of
-    # the partition spec of each operand that it batches.
+    # the PartitionSpec of each operand that it batches.
+    remaining_partitions = [iter(aval.sharding.spec) for aval in avals]
+    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in op_call.in_axes_per_vmap:
-        operand_axes.append([next(spec) for spec, axis in zip(remaining_specs, in_axes) if axis == 0])
+        operand_axes.append([next(x) for x, axis in zip(remaining_partitions, in_axes) if axis == 0])
     partition = _batch_partition(operand_axes)
     return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_call.batched_outs]
 
@@ -8400,8 +8405,8 @@ def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
 # - If the op has a JVP or transpose rule, the batching rule runs at lowering, for the innermost recorded vmap.  If it
 #   ran at once, JAX would differentiate its operations instead of using the rule of the op.  Their derivatives may
 #   differ from those of the op (surrogate gradients), or not exist.
-# - If the batching rule calls `general_batching_rule`, the vmap that this records does not use the batching rule again,
-#   to avoid endless recursion.
+# - If the batching rule calls `general_batching_rule`, the vmap that this call records does not use the batching rule
+#   again, to avoid endless recursion.
 
 
 def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
@@ -8462,7 +8467,7 @@ def _record_vmap(
 ) -> tuple[_RecordedVmap, list]:
     """Return the record of a vmap, and the operands with the batch axis in front."""
     in_axes = tuple([None if axis is None else 0 for axis in axes])
-    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]
+    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]  # unbatched, or in front
     return _RecordedVmap(in_axes, ins[in_axes.index(0)].shape[0], batching_rule), ins
 
 
@@ -8521,10 +8526,10 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 # The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
 # are applied to the rule.  For x: float32[8,3] and w: float32[3] with `in_axes` (0, None), as in 11.5:
 #
-#                  seen by the JVP rule           seen by the transpose rule     axis in the rule's vmap
+#                  the JVP rule gets              the transpose rule gets        axis under the vmap
 #     x            x [3], tangent [3]             x [3]                          0
 #     w            w [3], tangent [3]             w [3]                          None
-#     out          returns out [3], tangent [3]   cotangent [3]                  0
+#     out          (returns out [3], tangent [3]) cotangent [3]                  0
 #
 # A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
 # them up.
