@@ -7850,8 +7850,8 @@ class XLACustomKernel(_PickledByReference):
             fwd(*ins, **params) -> (results, residuals)
             bwd(residuals, cotangents, **params) -> operand cotangents
 
-        The op then supports reverse mode only.  `fwd` may call the op, because JAX does not differentiate this call.  If
-        an op has both a VJP rule and a JVP rule, it uses the one that was defined last.
+        The op then supports reverse mode only.  `fwd` may call the op, because JAX does not differentiate this call.
+        If an op has both a VJP rule and a JVP rule, it uses the one that was defined last.
 
         Args:
           fwd: a function.  `params` is described in `def_jvp_rule`.  The results, usually those of the op itself, have
