@@ -4347,9 +4347,10 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 # 8. Source analysis: the arrays to which the source of a Warp kernel stores.
 #
-# Warp has no read-only arrays.  So an alias analysis of the syntax tree finds the stores of a kernel and of the
-# functions that it calls.  It ignores the order of statements: a variable is a view of every array that any statement
-# assigns to it, and a tuple or struct is a view of all arrays in it.  There are three kinds of stores:
+# Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
+# So an alias analysis of the syntax tree finds the stores of a kernel and of the functions that it calls.  It ignores
+# the order of statements: a variable is a view of every array that any statement assigns to it, and a tuple or struct
+# is a view of all arrays in it.  There are three kinds of stores:
 #
 #     certain      only one array is possible, such as y in `row = y[i]; row[0] = 1.0`
 #     ambiguous    several arrays are possible, such as y and out in `z = y; if i > 0: z = out; z[0] = 1.0`
@@ -4357,8 +4358,7 @@ class _NumbaEmitter(_Emitter):
 #
 # A certain or unknown store to an input is an error.  If an input only has ambiguous stores, the kernel gets a copy.
 #
-# The analysis also finds the number of indices of a thread, and the use of tiles and C++ code, for section 10.  Warp's
-# own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
+# For section 10, the analysis also finds how many indices `wp.tid()` returns, and the use of tiles and C++ code.
 
 _UNKNOWN_NDIM = math.inf  # larger than any number of indices, and still unknown after a subtraction
 
@@ -4386,8 +4386,8 @@ class _Store(NamedTuple):
 
     kind: str  # "certain", "ambiguous" or "unknown"
     text: str  # its source
-    # Warp's backward pass runs the kernel again.  It omits plain stores (`x[i] = ...`) and atomics of the kernel, and
-    # repeats stores to components (`x[i][0] = ...`) and in called functions.
+    # Whether Warp's backward pass, which runs the kernel again, repeats the store.  It repeats stores to components
+    # (`x[i][0] = ...`) and in called functions, but not the kernel's own plain stores (`x[i] = ...`) and atomics.
     is_repeated_by_adjoint: bool
 
 
@@ -4396,25 +4396,28 @@ class _Store(NamedTuple):
 
 # {effect on an array argument: the builtins of Warp with this effect}.  Only builtins that take whole arrays need an
 # entry.  Elements are not views, so `wp.sin(x[i])` has no effect on `x`.
-_BUILTINS = {
+_BUILTINS_BY_EFFECT = {
     "stores to its first argument": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor "
-    "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",
+    "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed".split(),
     "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
-    "volume_sample_grad_index",
-    "returns its argument": "copy select where",
-    "returns a view": "array view",
+    "volume_sample_grad_index".split(),
+    "returns its argument": ["copy", "select", "where"],
+    "returns a view": ["array", "view"],
 }
-_EFFECT_OF_BUILTIN = {name: effect for effect, names in _BUILTINS.items() for name in names.split()}
 
 
 def _effect(function: Any) -> str:
-    """Return the effect on an array argument of a function that is not the user's.
+    """Return what a function that is not the user's does to an array argument.
 
-    This is a key of `_BUILTINS`, or "may do anything".
+    This is a key of `_BUILTINS_BY_EFFECT`, or "may do anything".
     """
+    if isinstance(function, type):  # a vector or matrix type, which takes numbers
+        return "reads"
     if _is_warp_builtin(function):
-        return _EFFECT_OF_BUILTIN.get(function.key, "may do anything")
-    return "reads" if isinstance(function, type) else "may do anything"  # a vector or matrix type takes numbers
+        for effect, names in _BUILTINS_BY_EFFECT.items():
+            if function.key in names:
+                return effect
+    return "may do anything"
 
 
 def _is_warp_function(value: Any) -> bool:
@@ -4468,7 +4471,10 @@ def _user_overloads(function: Any) -> list:
 
 
 def _bind_call(function: Any, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the arguments of a call, by parameter.  If another overload is called, names may be unknown ones."""
+    """Return the arguments of a call, by parameter.
+
+    If the call is one of another overload, a keyword may be no parameter of this function.
+    """
     parameters = [parameter.arg for parameter in function.adj.tree.body[0].args.args]
     return {**dict(zip(parameters, call.args)), **{str(x.arg): x.value for x in call.keywords}}
 
@@ -4481,9 +4487,10 @@ class _StoreAnalysis:
 
     def __init__(self, kernel: Any) -> None:
         self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel, then of the functions that it calls
-        self.stores = self.analysis_of(kernel).stores  # {parameter: its stores}
+        main = self.analysis_of(kernel)
         self._repeat_until_stable(_FunctionAnalysis.find_views)
         self._repeat_until_stable(_FunctionAnalysis.find_stores)  # whether a store is ambiguous depends on all views
+        self.stores = main.stores  # {parameter: its stores}
         analyses = self.analyses.values()
         self.n_indices = max(x.n_indices for x in analyses)
         self.uses_tiles = any(x.uses_tiles for x in analyses)
@@ -4506,7 +4513,7 @@ class _StoreAnalysis:
     def stored_again_by_adjoint(self) -> set[str]:
         """Return the parameters of the arrays to which Warp's backward pass stores again."""
         if self.has_opaque_code:
-            return set(self.stores)
+            return set(self.stores)  # perhaps to all
         return {name for name, stores in self.stores.items() if any(store.is_repeated_by_adjoint for store in stores)}
 
 
@@ -4525,18 +4532,19 @@ class _FunctionAnalysis:
         for parameter in parameters:
             self.views[parameter] = _views_of_parameter(parameter, types_of_parameters.get(parameter))
         if "slice" in self.captured:
-            # `y = x[s]` looks like an element if `s` is a slice object.  So every ndim is unknown here.
+            # A function that uses the name `slice` may have slice objects.  Then `y = x[s]` is a view, although it looks
+            # like an element.  So every ndim is unknown here.
             self.views = {name: _forget_ndim(views) for name, views in self.views.items()}
         self.returned: set[_ArrayView] = set()  # the arrays of which the returned value may be a view
         self.stores: dict[str, list[_Store]] = {parameter: [] for parameter in parameters}
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
         self.uses_tiles = False
-        # Whether it calls C++ code, a function with an adjoint of the user, or a function that is not known here.
+        # Whether it calls C++ code, a function with an adjoint of the user, or a function that it gets as an argument.
         self.has_opaque_code = False
 
     @property
     def n_results(self) -> int:
-        """The number of views and stores that were found, plus one for the function."""
+        """The number of views and stores that were found.  Each function adds 1, so a new one changes the total."""
         results = [*self.views.values(), *self.stores.values(), self.returned]
         return 1 + sum(map(len, results))
 
@@ -4635,17 +4643,17 @@ class _FunctionAnalysis:
 
     def find_stores(self) -> None:
         """Add the stores to the arrays of the parameters, and what this function does besides."""
-        n_assigned = {}  # {call: the number of variables to which its result is assigned}
+        n_targets_of_call = {}  # {call: the number of variables to which its result is assigned}
         for node in self.nodes:  # statements come before their parts
             match node:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
-                        n_assigned[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
+                        n_targets_of_call[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
                         self._find_stores_to_target(target, node)
                 case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
                     self._find_stores_to_target(target, node)
                 case ast.Call():
-                    self._find_stores_of_call(node, n_assigned.get(node, 1))
+                    self._find_stores_of_call(node, n_targets_of_call.get(node, 1))
 
     def _record_store(self, views: set[_ArrayView], kind: str, text: str, is_repeated_by_adjoint: bool) -> None:
         """Add a store to the arrays of these views.  If there are several, a certain store becomes an ambiguous one."""
@@ -4724,12 +4732,14 @@ class _FunctionAnalysis:
 
 def _views_of_parameter(name: str, warp_type: Any) -> set[_ArrayView]:
     """Return the view of a parameter of this type; the empty set if it takes numbers."""
-    is_class = isinstance(warp_type, (type, TypeVar)) and warp_type is not Any  # such as wp.float32 and wp.vec3
-    if (is_class and not hasattr(warp_type, "ndim")) or (
-        _is_warp_struct(warp_type) and not _contains_arrays(warp_type)
-    ):
-        return set()
-    return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))}
+    if _is_warp_struct(warp_type):
+        may_hold_array = _contains_arrays(warp_type)
+    elif hasattr(warp_type, "ndim"):
+        may_hold_array = True
+    else:
+        is_class = isinstance(warp_type, (type, TypeVar))  # such as wp.float32 and wp.vec3
+        may_hold_array = not is_class or warp_type is Any
+    return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))} if may_hold_array else set()
 
 
 def _removes_dimension(index: ast.expr) -> bool:
@@ -4754,7 +4764,7 @@ def _check_stores(
     n_in = len(call.ins)
     aliases = dict(call.aliases)  # input -> output
     stored = {buffer for name, buffer in buffers.items() if stores[name]}
-    stored |= {n_in + aliases[i] for i in stored if i in aliases}  # input_output_aliases: both have the same memory
+    stored |= {n_in + aliases[i] for i in stored if i in aliases}  # a store to an aliased input is one to its output
     is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
     for name, buffer in buffers.items():
         if buffer < n_in and buffer not in aliases and stores[name]:
