@@ -1229,26 +1229,30 @@ def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
     # If the error was raised inside ShapeDtypeStruct, the shape was not a tuple.
     if frame.f_code is Spec.__init__.__code__:
         return f"{raised}A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)."
-    return (
-        f"{raised}Its arguments are specs with .shape and .dtype, and have no values. For the specs of what a function "
-        f"f returns, write jax.eval_shape(f, x). {_FIXED_CAPACITY_ADVICE}"
-    )
+    rule = f"{raised}Its arguments are specs with .shape and .dtype, and have no values."
+    if isinstance(error, IndexError):
+        return f"{rule} Check the indices of shapes."
+    return f"{rule} For the specs of what a function f returns, write jax.eval_shape(f, x). {_FIXED_CAPACITY_ADVICE}"
 
 
 def _check_call_signature(
     signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = (), advice: str = ""
 ) -> None:
-    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments."""
+    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
+
+    `params` are the names of arguments that are passed by name, and `advice` is the most likely fix.
+    """
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
         shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        # Without inputs, the missing arguments can only be those that are passed by name.
-        fix = ", or pass the missing ones to op(...) by name" if not args else ""
+        fix = "Declare a parameter for each argument."
+        if str(error).startswith("missing"):
+            by_name = ", or pass them to op(...) by name" if not args else ""  # static parameters of an op
+            fix = f"Remove the parameters that are not passed{by_name}."
+        otherwise = f"{advice} Otherwise: " if advice else ""
         raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({shown}): {error}. Declare a parameter for each "
-            f"argument{fix}. "
-            f"{advice}".rstrip()
+            f"{subject} takes {signature}, but this call passes ({shown}): {error}. {otherwise}{fix}"
         ) from None
 
 
@@ -1318,7 +1322,7 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
     except Exception as error:
         with contextlib.suppress(Exception):  # XLA rejects strided arrays, such as a column; PyTorch and Warp copy them
             return jax.dlpack.from_dlpack(x.contiguous())
-        shown = str(x.dtype) if _has_shape_and_dtype(x) else repr(x)
+        shown = f"of dtype {x.dtype}" if _has_shape_and_dtype(x) else repr(x)
         raise TypeError(
             f"{name} must be a number or an array of numbers (of JAX, NumPy or a library with DLPack); got "
             f"{type(x).__name__} {shown:.80}. {_input_advice(x, variable, error)}"
@@ -1424,8 +1428,8 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
     """Return zero tangents if all results are integers; otherwise raise an error."""
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
         raise TypeError(
-            f"{call.target.title} has no (further) derivative. {call.target.derivative_advice}Use jax.custom_vjp for "
-            "grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
+            f"{call.target.title} has no derivative of this order. {call.target.derivative_advice}Use jax.custom_vjp "
+            "for grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
         )
     results = call.bind(primals)
     return results, list(map(_zero_tangent, results))
@@ -1722,6 +1726,7 @@ def _unsupported_kernel_error(title: str, takes: str, kernel: Any) -> TypeError:
     backend = _decorated_backend(kernel)
     type_name = type(kernel).__name__
     advice = f"Use {backend}_kernel." if backend else _KERNEL_TYPE_ADVICE.get(type_name, "")
+    advice = advice.format(name=getattr(kernel, "__name__", "f"))
     return TypeError(f"{title} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
 
 
@@ -1729,9 +1734,10 @@ _KERNEL_TYPE_ADVICE = {  # by the name of a type
     "partial": "Write a function that calls it, and keep constants in variables of its closure.",
     "method": "Write a function outside of the class. Pass arrays of `self` as inputs, and keep constants in variables "
     "of its closure.",
-    "ufunc": "Call it in a function: lambda x: np.sin(x). Drop target='parallel' from numba.vectorize: `vmap` already "
-    "uses all cores.",
-    "builtin_function_or_method": "Call it in a function: lambda x: math.sin(x).",
+    "function": "Decorate it.",
+    "ufunc": "Call it in a function: lambda x: np.{name}(x). Drop target='parallel' from numba.vectorize: `vmap` "
+    "already uses all cores.",
+    "builtin_function_or_method": "Call it in a function: lambda x: {name}(x).",
     "PjitFunction": "JAX calls kernels, and kernels cannot call JAX. Write a Python function, with np. for jnp.",
 }
 
@@ -4347,10 +4353,10 @@ class _NumbaEmitter(_Emitter):
 # ======================================================================================================
 # 8. Source analysis: the arrays to which the source of a Warp kernel stores.
 #
-# Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and tiles.
-# So an alias analysis of the syntax tree finds the stores of a kernel and of the functions that it calls.  It ignores
-# the order of statements: a variable is a view of every array that any statement assigns to it, and a tuple or struct
-# is a view of all arrays in it.  There are three kinds of stores:
+# Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and
+# tiles.  So an alias analysis of the syntax tree finds the stores of a kernel and of the functions that it calls.  It
+# ignores the order of statements: a variable is a view of every array that any statement assigns to it, and a tuple or
+# struct is a view of all arrays in it.  There are three kinds of stores:
 #
 #     certain      only one array is possible, such as y in `row = y[i]; row[0] = 1.0`
 #     ambiguous    several arrays are possible, such as y and out in `z = y; if i > 0: z = out; z[0] = 1.0`
@@ -4532,8 +4538,8 @@ class _FunctionAnalysis:
         for parameter in parameters:
             self.views[parameter] = _views_of_parameter(parameter, types_of_parameters.get(parameter))
         if "slice" in self.captured:
-            # A function that uses the name `slice` may have slice objects.  Then `y = x[s]` is a view, although it looks
-            # like an element.  So every ndim is unknown here.
+            # A function that uses the name `slice` may have slice objects.  Then `y = x[s]` is a view, although it
+            # looks like an element.  So every ndim is unknown here.
             self.views = {name: _forget_ndim(views) for name, views in self.views.items()}
         self.returned: set[_ArrayView] = set()  # the arrays of which the returned value may be a view
         self.stores: dict[str, list[_Store]] = {parameter: [] for parameter in parameters}
@@ -6459,7 +6465,10 @@ def jaxtype_to_warptype(dtype: Any) -> Any:
         return scalars[np.dtype(dtype)]
     except (KeyError, TypeError):
         known = ", ".join(_WARP_DTYPES)
-        raise ValueError(f"Warp has no scalar type for dtype {dtype!r}. Cast the array to one of: {known}.") from None
+        raise ValueError(
+            f"Warp has no scalar type for dtype {dtype!r}. Cast the array to one of: {known}. Pass complex numbers as "
+            "two arrays, x.real and x.imag."
+        ) from None
 
 
 def jaxinfo_to_warpinfo(info: Any) -> Any:
@@ -6587,7 +6596,7 @@ class _WarpParam:
             return f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
         cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
         if self.dtype and self.dtype.itemsize == 8:
-            return f"JAX truncates it to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
+            return f"JAX truncates {self.name} to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
 
     def _shape_fix(self, spec: Spec, role: str) -> str:
@@ -8041,8 +8050,8 @@ def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
         return functools.partial(_generate_fixed_kernel, kg, options)
     if not callable(kg):
         raise TypeError(
-            f"A kernel must be decorated, a wrapper, or a generator. Got the {type(kg).__name__} {kg!r} for {subject}. "
-            "Pass a function."
+            "A kernel must be a decorated kernel, a wrapper, or a generator (a function that returns a kernel). Got "
+            f"the {type(kg).__name__} {kg!r} for {subject}. Pass a function."
         )
     advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(backend)}"
     return _wrap_user_function(kg, f"{title}: the generator of backend {backend!r}", advice)
@@ -8181,8 +8190,8 @@ def _checked_arrays(
     A result of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
     result, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
 
-        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return arrays of
-        the latter shapes and dtypes, or None for zero.
+        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return
+        (float32[3], any), or None for zero.
     """
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
@@ -8192,8 +8201,8 @@ def _checked_arrays(
     if len(shown) == len(wanted) and all(matches):
         return arrays
     raise ValueError(
-        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return arrays "
-        f"of the latter shapes and dtypes{advice}."
+        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return "
+        f"({', '.join(wanted)}){advice}."
     )
 
 
