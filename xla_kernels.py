@@ -5064,9 +5064,8 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index
     """
     if n_dims != n_indices:
         raise ValueError(
-            f"launch_dims needs one number for each index of a thread. {title}: {launch} has {n_dims} "
-            f"dimension{'s' if n_dims != 1 else ''}, but {index_function} gives {n_indices} "
-            f"ind{'ices' if n_indices != 1 else 'ex'}."
+            f"launch_dims needs one number for each index of a thread. {title}: {launch} has {n_dims} dimensions, but "
+            f"{index_function} gives {n_indices} indices."
         )
 
 
