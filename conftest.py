@@ -47,7 +47,7 @@ jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 if SIMULATOR:  # the simulator polls its threads, and each of them waits for the interpreter lock
     sys.setswitchinterval(1e-4)
-FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ  # test_cuda_fake_driver sets it
+HAS_FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ  # test_cuda_fake_driver sets it
 SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir even if numba-cuda is installed
 
 
@@ -136,8 +136,8 @@ CONDITIONS = {  # the arguments of the mark `needs`
         lambda: numba_version() >= (0, 64), "older Numba types the copy by np.ascontiguousarray as read-only"
     ),
     "compiler": Condition(not SIMULATOR, "the simulator compiles nothing"),
-    "fake driver": Condition(FAKE_DRIVER, "test_cuda_fake_driver runs it"),
-    "real driver": Condition(not FAKE_DRIVER, "runs once, without the fake driver"),
+    "fake driver": Condition(HAS_FAKE_DRIVER, "test_cuda_fake_driver runs it"),
+    "real driver": Condition(not HAS_FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
     "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its float modes, Numba's omp, fork"),
     "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores and POSIX threads"),
@@ -221,6 +221,11 @@ def computing(request):
 PER_SLICE_FALLBACK = "falls back to one launch per slice: "
 
 
+def check_fallbacks(texts):
+    """Fail if one of these logged texts has the type of an exception as the reason for per-slice launches."""
+    assert not [text for text in texts if re.search(rf"{PER_SLICE_FALLBACK}\w+: ", text)]
+
+
 @pytest.fixture(autouse=True)
 def no_exception_is_taken_for_a_fallback(caplog):
     """Fail if an unexpected exception turned a batch on a GPU into per-slice launches.
@@ -229,8 +234,7 @@ def no_exception_is_taken_for_a_fallback(caplog):
     """
     caplog.set_level("DEBUG", "xla_kernels")
     yield
-    texts = [record.getMessage() for record in caplog.get_records("call")]
-    assert not [text for text in texts if re.search(rf"{PER_SLICE_FALLBACK}\w+: ", text)]
+    check_fallbacks(record.getMessage() for record in caplog.get_records("call"))
 
 
 def pytest_addoption(parser):
