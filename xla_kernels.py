@@ -18,7 +18,7 @@ The main public names are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_calla
 
 The contract:
 
-- A mistake raises an error that names its fix, except for the cases that are not checked.
+- A mistake raises an error that names its fix, unless it is listed below as not checked.
 - The caller's arrays never change.  If a kernel updates an argument whose old value is used again, XLA copies it first.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
@@ -497,7 +497,8 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 #   registered forever.
 # - Some Numba kernels never share a target, because a fingerprint does not cover all that they do: those that
 #   `_is_reusable` excludes, and callables and simulated kernels, for which Python reads globals on each run.
-# - A Numba kernel keeps its target even if captured values are reassigned, because Numba reads them once.
+# - A decorated kernel, or the wrapper of a plain function, keeps its target even if captured values are reassigned,
+#   because Numba reads them once.  A new wrapper of the same plain function reads them again.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -693,7 +694,8 @@ def _fingerprint(kernel: Any) -> _Fingerprint:
 def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each option, the code and each captured value of one function."""
     options = dict(getattr(function, "targetoptions", {}))
-    options["chip"] = None  # numba_cuda_mlir assigns this option when it compiles
+    options["chip"] = None  # ignored, because numba_cuda_mlir assigns it when it compiles
+    # The text tells most types apart, also in target names; the type itself is compared by identity.
     options["locals"] = [(name, str(kind), kind) for name, kind in sorted(getattr(function, "locals", {}).items())]
     # The class as text, because numba_cuda_mlir creates a class for each dispatcher.
     options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
@@ -2199,7 +2201,8 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # the part of `inner_loop` that runs one slice.  `run_batch` is the batch scheduler, compiled once per process.
 #
 # Invariants:
-# - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run once, by one thread.
+# - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run by one thread, and exactly once,
+#   unless another slice fails.
 # - Order.  An output aliased to an input holds the input's values before any slice runs.
 # - Lifetimes.  The frame and the buffers live until `handler` returns.  Loaded machine code lives forever (3.3).
 # - Errors.  An XLA_FFI_Error* belongs to the function that receives it, which returns it or destroys it.
@@ -2263,7 +2266,8 @@ class _Emitter:
     Handlers with the same signature and the same `code_key` share their object code.  So `code_key` must determine all
     that the code depends on, including `starts_threads`, and whether `lock_address` is 0.  Shared code contains no
     addresses of objects: it reads them from the `_HandlerData` of each handler.  Code that is not shared (`code_key` is
-    None) may contain addresses.  Either way the emitter must stay alive, and `_compile_handler` keeps it alive forever.
+    None), such as all code for GPUs, may contain addresses, and the name of the kernel.  Either way, `_compile_handler`
+    keeps the emitter alive forever.
     """
 
     code_key: Any = None
@@ -2768,7 +2772,7 @@ class _BatchScheduler(_IRBuilder):
         with self.loop(depth) as i:
             self._add_dimension(batch, depth - 1 - i)
         self._choose_rows(batch)
-        # At least one slice.  The first `+ 1` avoids a division by zero if all buffers are empty.
+        # The last `+ 1` allows at least one slice; the first avoids a division by zero if all buffers are empty.
         batch.max_inner_loop_length = handler_data.max_inner_loop_nbytes // (batch.slice_nbytes + 1) + 1
         with self.if_((batch.n_slices < 2) | handler_data.in_order):
             self.ret(self.call("run_range", batch, 0, batch.n_slices))
@@ -2859,8 +2863,8 @@ class _BatchScheduler(_IRBuilder):
         """Run the slices on this thread, until they prove slow enough to run the rest on several threads.
 
         The ranges have 1, 8, 64, ... slices.  The rest runs on several threads as soon as a range was long enough for
-        the clock, and the rest is enough work.  A range is only 8 times as long as the one before.  So after a range
-        that was too short to measure, the next one needs no threads.
+        the clock, and the rest is enough work.  After a range of less than 1 us, which is too short to measure, the
+        next one takes about 8 us, which is too little for threads.
         """
         start = self.variable(0)
         count = self.variable(1)
@@ -2925,7 +2929,7 @@ class _BatchScheduler(_IRBuilder):
         shared.remaining = n_slices
         shared.refcount = n_tasks + 2  # the worker loops of the tasks and of this thread, and the caller
         shared.error = 0
-        self.call("PyThread_acquire_lock", shared.done_lock, 1)
+        self.call("PyThread_acquire_lock", shared.done_lock, 1)  # until the last slice is settled
         args = self.new_struct(XLA_FFI_ThreadPool_Schedule_Args, ctx=batch.frame.ctx, task="worker_loop", data=shared)
         with self.loop(n_tasks):
             self.call_api(batch.frame, "ThreadPool_Schedule", args)  # fails only without a pool, and then n_tasks is 0
@@ -4877,8 +4881,8 @@ def numba_cuda_kernel(
         `numba_cuda_kernel(outs=...)` is a decorator to put above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs, name:
         See `numba_kernel`.
-      grid: The number of blocks: an int or a tuple of up to three ints (x, y, z).  Requires `block`.  If it depends on
-        the inputs, create the wrapper in the function that calls it.
+      grid: The number of blocks: an int or a tuple of up to three ints (x, y, z), not a function.  Requires `block`.
+        For a grid that depends on shapes, use `launch_dims`, or create the wrapper inside the function that calls it.
       block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
       launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
         specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
@@ -4942,7 +4946,8 @@ def numba_cuda_callable(
     element of an input raises an error.  These stores are not noticed:
 
     - atomics and stores with cache hints;
-    - stores of a kernel that was compiled for writable arrays before, with explicit signatures or by numba-cuda-mlir;
+    - stores of a kernel with explicit signatures, or of one that numba-cuda-mlir has already compiled for writable
+      arrays;
     - all stores, if a helper of a referenced kernel has explicit signatures for arrays: numba-cuda passes only writable
       arrays to such helpers, so the check is off.
 
@@ -5949,7 +5954,7 @@ class _CudaBatch:
 
         Raises:
           _BatchLaunchUnsupported: if a batch with this launch attribute cannot be one launch.
-          Exception: of any type, if the compilation fails.  Later calls return, so the reason is logged once.
+          Exception: of any type, if the compilation fails.  Later calls do not compile again, so it is logged once.
         """
         config = _LaunchConfig(*launch)
         if config.grid_z > 1:
@@ -5957,12 +5962,13 @@ class _CudaBatch:
         with self.lock:
             if not self.was_tried:
                 self.was_tried = True
-                self.batch_launcher = self._compile_for_batches()
-                emitter = _CudaBatchEmitter(self.package, self.batch_launcher, self.handler.data.inner_loop)
+                launcher = self._compile_for_batches()
+                emitter = _CudaBatchEmitter(self.package, launcher, self.handler.data.inner_loop)
                 batch_handler = _compile_handler(self.signature, emitter)
                 self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
                 self.handler.data.inner_loop = batch_handler.data.inner_loop
+                self.batch_launcher = launcher
         if self.batch_launcher and config.threads_per_block > self.batch_launcher.max_threads:
             limit = self.batch_launcher.max_threads
             raise _BatchLaunchUnsupported(
