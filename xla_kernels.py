@@ -3472,9 +3472,9 @@ def numba_kernel(
       outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts (JAX would
         sort their keys), or a function of the inputs' `ShapeDtypeStruct`s that returns one of these.  The function
         runs when a call is traced.  The result has the structure of `outs`.
-      vmap_method: one of the names that `jax.pure_callback` accepts, or None (default), which also works.  With
-        "sequential" and "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise XLA's
-        threads share them.  The results are the same.
+      vmap_method: one of the names that `jax.pure_callback` accepts, or None (default), which supports `vmap`, too.
+        With "sequential" and "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise
+        XLA's threads share them.
       input_output_aliases: a dict `{i: j}`.  Output j starts with the value of input i (a number or a name), and uses
         its memory if XLA can.  The kernel gets the same array for both.
       in_out_argnames: names of parameters that the kernel updates in place, in the order of its parameters.  Each is
@@ -3630,8 +3630,8 @@ class _NumbaKernel(_NumbaWrapper):
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler)
         platform_phrase = (
-            "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, and jax.pure_callback calls this "
-            "one's function"
+            "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or call the function with "
+            "jax.pure_callback"
         )
         return _Target(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
 
@@ -3788,8 +3788,8 @@ class _NumbaCompiler:
         if readonly_error or _may_ignore_readonly(self.kernel):
             unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
             unproven -= _unwritten_buffers(compiled, self.signature)
-        # Only direct stores are rejected.  Any other error comes from a helper with an explicit signature, which only
-        # accepts writable arrays; its inputs are copied below.
+        # Reject a store in the kernel.  Any other error comes from a helper with an explicit signature, which only
+        # accepts writable arrays.  Then the kernel gets copies (below).
         if unproven and readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(unproven, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_plain_text(readonly_error)}"
@@ -4083,6 +4083,7 @@ def _check_outputs_are_stored(
     for position, (name, buffer) in enumerate(argument_map.named_args(parameters)):
         if position in only_read and n_in <= buffer < n_in + n_results:
             store = f"{name}[{index if signature.ranks[buffer] else '()'}] = ..."
+            # For an in-out argument, the kernel gets only the buffer of the output.
             is_in_out = buffer in aliased_input and aliased_input[buffer] not in argument_map.args
             raise _never_stored_error(title, name, store, alternative, is_in_out)
 
@@ -4134,7 +4135,8 @@ _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".spli
 def _numba_ir(kernel: Any) -> Any:
     """Return Numba's IR of a kernel or helper.
 
-    Return None if Numba cannot read all of its Python code, which the simulator and object mode can run.
+    Return None if Numba cannot read the function.  That is no error here, because the simulator and object mode may
+    still run it.
     """
     from numba.core import compiler
 
@@ -4161,7 +4163,7 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
             uses.add(statement)
     pending = uses.stored
     written = set()
-    while pending:  # whatever a variable that is stored to is a view of is stored to, too
+    while pending:  # a store to a view is also a store to the variables that it views
         variable = pending.pop()
         written.add(uses.origins.get(variable.name))
         pending += uses.viewed.pop(variable.name, [])
@@ -4169,7 +4171,7 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
 
 
 class _VariableUses:
-    """The uses of the variables in Numba's IR of a function, of which each has one assignment."""
+    """How a function uses its variables, from its IR in SSA form (one assignment per variable)."""
 
     def __init__(self, kernel: Any, call_stack: tuple) -> None:
         self.call_stack = (*call_stack, kernel)
@@ -6095,7 +6097,8 @@ def warp_kernel(
         from zeros, and a kernel that never stores to an output is rejected.  With True, they start from zeros
         without this check.  With False, they are uninitialized, which saves the time for the zeros.
       differentiable: Whether arrays of floats have reverse-mode derivatives, computed by Warp's adjoint of the kernel,
-        a bool.  There are only first derivatives.  Default False.
+        a bool.  There are only first derivatives.  They are wrong for some kernels, such as products in a dynamic loop.
+        Most of these raise a warning, not all.  Default False.
 
     Returns:
       A function of the inputs, `f(*inputs)`, by position or by name.  Its results have the structure of `outs`.
@@ -6602,6 +6605,8 @@ class _WarpParam:
         cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
         if self.dtype and self.dtype.itemsize == 8:
             return f"JAX truncates {self.name} to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
+        if self.element_shape or spec.dtype.name not in _WARP_DTYPES:
+            return f"Cast it: {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
 
     def _shape_fix(self, spec: Spec, role: str) -> str:
@@ -7480,9 +7485,9 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # {kind: rule}; the kinds are "batching", "jvp", "transpose" and "vjp"
-        # A later registration clears JAX's caches only if compiled functions may depend on what it replaces.
-        self._was_traced = False  # for a new rule: whether JAX may have traced the op
-        # For a new kernel: {(platform, backend of the call): the entry that was lowered}.
+        # A new rule clears JAX's caches if JAX may have traced the op.  A new kernel does so if it changes an entry that was
+        # lowered: {(platform, backend of the call): entry}.
+        self._was_traced = False
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
         self.__doc__ = doc or self.__doc__
@@ -7783,9 +7788,9 @@ class XLACustomKernel(_PickledByReference):
 
             fun(args, axes, **params) -> (outputs, output_axes)
 
-        Without this rule, the kernel of the backend is batched.  Usually the batching rule runs at once.  If the op
-        also has a JVP or transpose rule, which then gives the derivatives, the batching rule runs when a call is
-        lowered, and cannot use traced values of its closure.
+        Without this rule, the kernel of the backend is batched.  The batching rule runs when `vmap` is traced.  If the
+        op also has a JVP or transpose rule, which then gives the derivatives, the batching rule runs later, when a call
+        is lowered, and cannot use traced values of its closure.
 
         Args:
           fun: a function.  `args` holds the operands.  `axes` holds the position of the batch axis for each operand,
@@ -8137,9 +8142,9 @@ def _generated_function(
       entry: the registered kernel.
       outs: the specs of one slice.
       params: the static parameters of the call.
-      varying_axes: the mesh axes over which the inputs vary.  They are put into the `outs` that the generator gets, so
-        that it can pass them on, for example to `pallas_call`.  They are not in the context in which it creates
-        constants, because later traces reuse these constants.
+      varying_axes: the mesh axes over which the inputs vary.  The generator gets them in `outs`, and can pass them on,
+        for example to `pallas_call`.  They are hidden from the constants that it creates, because other traces reuse
+        these constants.
       mesh: the current mesh, which is a part of the type of constants.
       x64: whether 64 bits are enabled.  Like the mesh, this is a context for which constants are created.
     """
@@ -8491,7 +8496,7 @@ def _record_vmap(
 ) -> tuple[_RecordedVmap, list]:
     """Return the record of a vmap, and the operands with the batch axis in front."""
     in_axes = tuple([None if axis is None else 0 for axis in axes])
-    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]  # unbatched, or in front
+    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]  # None or 0: nothing to move
     return _RecordedVmap(in_axes, ins[in_axes.index(0)].shape[0], batching_rule), ins
 
 
