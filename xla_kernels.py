@@ -7485,8 +7485,8 @@ class XLACustomKernel(_PickledByReference):
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
         self._rules: dict[str, Any] = {}  # {kind: rule}; the kinds are "batching", "jvp", "transpose" and "vjp"
-        # A new rule clears JAX's caches if JAX may have traced the op.  A new kernel does so if it changes an entry that was
-        # lowered: {(platform, backend of the call): entry}.
+        # A new rule clears the caches of JAX if the op may have been traced.  A new kernel does so if it changes an
+        # entry that was lowered: {(platform, backend of the call): entry}.
         self._was_traced = False
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
