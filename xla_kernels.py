@@ -2145,23 +2145,34 @@ def _numbered_specs(specs: Sequence[Spec]) -> str:
     return ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
 
 
-def _never_stored_error(title: str, name: str, store: str, return_fix: str = "", is_in_out: bool = False) -> TypeError:
-    """Return the error for an output, or an in-out argument, to which a kernel never stores (sections 7 and 8).
+def _check_outputs_are_stored(
+    title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, index: str, return_fix: str = ""
+) -> None:
+    """Raise an error if a kernel surely never stores to an output or in-out argument (sections 7 to 9).
 
     Args:
       title: the kernel, for example "numba_kernel 'f'".
-      name: the parameter.
-      store: a statement that stores to it, such as `out[:] = ...`.
-      return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "return the value only".
-      is_in_out: whether the parameter is an in-out argument.
+      buffer_of: {parameter: the index of its buffer}.  For an in-out argument, this is the buffer of the output.
+      stored: the buffers to which the kernel may store.
+      call: the call.  Its scratch buffers are not checked.
+      index: the index in the statement that the message suggests, such as ":".
+      return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
     """
-    kind = "in-out argument" if is_in_out else "output"
-    alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
-    return TypeError(
-        f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
-        f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} then "
-        f"{'keeps its old values' if is_in_out else 'consists of zeros'}."
-    )
+    n_in = len(call.ins)
+    aliased_input = {n_in + output: i for i, output in call.aliases}
+    for name, buffer in buffer_of.items():
+        is_output = n_in <= buffer < n_in + len(call.outs)
+        if not is_output or buffer in stored or aliased_input.get(buffer) in stored:
+            continue
+        is_in_out = buffer in aliased_input and aliased_input[buffer] not in buffer_of.values()
+        kind = "in-out argument" if is_in_out else "output"
+        store = f"{name}[{index if call.buffers[buffer].shape else '()'}] = ..."
+        alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
+        raise TypeError(
+            f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
+            f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} "
+            f"then {'keeps its old values' if is_in_out else 'consists of zeros'}."
+        )
 
 
 _READ_ONLY_RULE = "Inputs are read-only, because JAX may share them"
@@ -3616,7 +3627,7 @@ class _NumbaKernel(_NumbaWrapper):
         checks_outputs = self.options.zero_outputs is None
 
         def compile_handler() -> _CompiledHandler:
-            compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, len(call.outs), checks_outputs)
+            compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, call, checks_outputs)
             return compiler.compile_handler(argument_maps, in_order)
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
@@ -3688,6 +3699,10 @@ class _ArgumentMap(NamedTuple):
         """Return the names of the arguments that are these buffers."""
         return [name for name, buffer in self.named_args(parameters) if buffer in buffers]
 
+    def maybe_written(self, only_read: Container) -> set[int]:
+        """Return the buffers to which a kernel may write.  `only_read` is what `_find_only_read` returns for it."""
+        return {buffer for position, buffer in enumerate(self.args) if position not in only_read}
+
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
         if self.slice_ranks is None:
@@ -3730,7 +3745,7 @@ class _NumbaCompiler:
     kernel: Any
     parameters: Sequence[str]
     signature: _Signature
-    n_results: int
+    call: _CallParams
     checks_outputs: bool
 
     @property
@@ -3846,7 +3861,7 @@ class _NumbaCompiler:
             return
         if not argument_map.results:
             # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
-            self._check_outputs(argument_map, alternative="keep the `return`")
+            self._check_outputs(argument_map, return_fix="keep the `return`")
             raise TypeError(
                 f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
                 "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
@@ -3892,19 +3907,12 @@ class _NumbaCompiler:
         adapter = argument_map.make_adapter(compiled.dispatcher, *copy_lines, *store_lines, ShapeError=ShapeError)
         return _compile_types(numba.njit(adapter), buffer_types)
 
-    def _check_outputs(self, argument_map: _ArgumentMap, alternative: str = "") -> None:
+    def _check_outputs(self, argument_map: _ArgumentMap, return_fix: str = "") -> None:
         """Raise an error if the kernel surely never stores to an output."""
         if self.checks_outputs:
-            _check_outputs_are_stored(
-                self.only_read,
-                argument_map,
-                self.signature,
-                self.n_results,
-                title=self.title,
-                parameters=self.parameters,
-                index=":",
-                alternative=alternative,
-            )
+            buffer_of = dict(argument_map.named_args(self.parameters))
+            stored = argument_map.maybe_written(self.only_read)
+            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, ":", return_fix)
 
 
 class _CompiledFunction(NamedTuple):
@@ -4049,44 +4057,8 @@ def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature
 
     Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
     """
-    maybe_written = {buffer for position, buffer in enumerate(argument_map.args) if position not in only_read}
-    inputs = range(signature.n_in)
-    return maybe_written.intersection(inputs) - argument_map.scalars - {i for i, _ in signature.aliases}
-
-
-def _check_outputs_are_stored(
-    only_read: Container,
-    argument_map: _ArgumentMap,
-    signature: _Signature,
-    n_results: int,
-    *,
-    title: str,
-    parameters: Sequence[str],
-    index: str,
-    alternative: str = "",
-) -> None:
-    """Raise an error if a kernel surely never stores to an output or in-out argument.
-
-    `only_read` is what `_find_only_read` returns for the kernel.  `n_results` is the number of outputs without scratch,
-    and `index` is an example for the message, such as ":".  `alternative` is the fix if the kernel returns a value
-    besides an `out` parameter.
-    """
-    n_in = signature.n_in
-    aliased_input = {n_in + j: i for i, j in signature.aliases}
-    for position, (name, buffer) in enumerate(argument_map.named_args(parameters)):
-        if position in only_read and n_in <= buffer < n_in + n_results:
-            store = f"{name}[{index if signature.ranks[buffer] else '()'}] = ..."
-            # For an in-out argument, the kernel gets only the buffer of the output.
-            is_in_out = buffer in aliased_input and aliased_input[buffer] not in argument_map.args
-            raise _never_stored_error(title, name, store, alternative, is_in_out)
-
-
-_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
-
-
-def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
+    inputs = argument_map.maybe_written(only_read).intersection(range(signature.n_in))
+    return inputs - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
 def _unwritten_buffers(compiled: _CompiledFunction, signature: _Signature) -> set[int]:
@@ -4150,7 +4122,7 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, ir.Return) for block in blocks):
         return set()
-    uses = _VariableUses(kernel, call_stack)
+    uses = _VariableUses(kernel, numba_ir, call_stack)
     for block in blocks:
         for statement in block.body:
             uses.add(statement)
@@ -4166,10 +4138,10 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
 class _VariableUses:
     """How a function uses its variables, from its IR in SSA form (one assignment per variable)."""
 
-    def __init__(self, kernel: Any, call_stack: tuple) -> None:
+    def __init__(self, kernel: Any, numba_ir: Any, call_stack: tuple) -> None:
+        self.numba_ir = numba_ir
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
-        self.definitions: dict[str, Any] = {}  # {variable: the right-hand side of its assignment}
         self.origins: dict[str, int | str] = {}  # {variable: the position of a parameter, or the name of a global}
         self.viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables it may be a view of}
         self.stored: list = []  # the variables that may be stored to
@@ -4180,8 +4152,6 @@ class _VariableUses:
 
         value = statement.value if isinstance(statement, ir.Assign) else statement
         kind = value.op if isinstance(value, ir.Expr) else type(value).__name__
-        if isinstance(statement, ir.Assign):
-            self.definitions[statement.target.name] = value
         if kind in ("binop", "unary", "cast", "Return") or (kind == "getattr" and value.attr in _ARRAY_METADATA):
             return
         if kind in ("Arg", "Global", "FreeVar"):
@@ -4201,9 +4171,15 @@ class _VariableUses:
 
     def add_call(self, viewed: list, call: Any) -> None:
         """Add the uses in a call.  `viewed` gets the variables of which the result may be a view."""
-        callee = self.definitions[call.func.name]
-        function = self.captured_value(callee)
-        method = callee.attr if function is None and getattr(callee, "op", "") == "getattr" else ""
+        from numba.core import errors, ir, ir_utils
+
+        callee = ir_utils.guard(ir_utils.get_definition, self.numba_ir, call.func)
+        function, method = None, ""
+        try:
+            function = self.numba_ir.infer_constant(call.func.name)
+        except errors.ConstantInferenceError:  # not a captured value or an attribute of a module
+            if isinstance(callee, ir.Expr) and callee.op == "getattr":
+                method = callee.attr
         read: Container = ()  # the positions of arguments that are only read
         read_or_viewed: Container = ()  # those that are only read, and of which the result may be a view
         if function is np.dot:
@@ -4222,21 +4198,6 @@ class _VariableUses:
             viewed.append(call.func)
         elif method != "dot":  # other methods may store to their object, such as `x.sort()`
             self.stored.append(call.func)
-
-    def captured_value(self, definition: Any) -> Any:
-        """Return the captured value that a definition refers to, also as an item of a module or of a named tuple.
-
-        If it refers to anything else, return None.
-        """
-        from numba.core import ir
-
-        if isinstance(definition, (ir.Global, ir.FreeVar)):
-            return definition.value
-        if isinstance(definition, ir.Expr) and definition.op == "getattr":
-            owner = self.captured_value(self.definitions.get(definition.value.name))
-            if isinstance(owner, (types.ModuleType, tuple)):
-                return getattr(owner, definition.attr, None)
-        return None
 
 
 # Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
@@ -4293,6 +4254,13 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 
 
 # -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
+
+_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
+
+
+def _numba_array_members(array: _KernelArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
 class _NumbaEmitter(_Emitter):
@@ -4391,9 +4359,6 @@ class _Store(NamedTuple):
 
     kind: str  # "certain", "ambiguous" or "unknown"
     text: str  # its source
-    # Whether Warp's backward pass, which runs the kernel again, repeats the store.  It repeats stores to components
-    # (`x[i][0] = ...`) and in called functions, but not the kernel's own plain stores (`x[i] = ...`) and atomics.
-    is_repeated_by_adjoint: bool
 
 
 # -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
@@ -4435,12 +4400,6 @@ def _is_warp_builtin(value: Any) -> bool:
 
 def _is_warp_struct(value: Any) -> bool:
     return hasattr(value, "vars")  # the fields, an attribute of what `@wp.struct` returns
-
-
-def _contains_arrays(warp_type: Any) -> bool:
-    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
-    fields = warp_type.vars.values() if _is_warp_struct(warp_type) else ()
-    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
 
 
 def _called_function(node: ast.expr, captured: Mapping[str, Any]) -> Any:
@@ -4514,12 +4473,6 @@ class _StoreAnalysis:
             n_before = n_results
             for analysis in list(self.analyses.values()):
                 step(analysis)
-
-    def stored_again_by_adjoint(self) -> set[str]:
-        """Return the parameters of the arrays to which Warp's backward pass stores again."""
-        if self.has_opaque_code:
-            return set(self.stores)  # perhaps to all
-        return {name for name, stores in self.stores.items() if any(store.is_repeated_by_adjoint for store in stores)}
 
 
 class _FunctionAnalysis:
@@ -4597,10 +4550,9 @@ class _FunctionAnalysis:
                 return set() if name in _ARRAY_METADATA else _forget_ndim(self._views_of(owner))
             case ast.Call():
                 return self._views_of_result(node)
-            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant():
-                return set()  # numbers, vectors or matrices
-            case ast.Starred():
-                return set()  # `*x[0:3]` passes the elements, and Warp allows no other use of `*`
+            # Numbers, vectors or matrices.  `*x[0:3]` passes the elements, and Warp allows no other use of `*`.
+            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant() | ast.Starred():
+                return set()
         return _forget_ndim(self._views_of_parts(node))  # a tuple, for example
 
     def _views_of_parts(self, node: ast.expr) -> set[_ArrayView]:
@@ -4653,52 +4605,42 @@ class _FunctionAnalysis:
             match node:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
-                        n_targets_of_call[value] = len(target.elts) if isinstance(target, ast.Tuple) else 1
-                        self._find_stores_to_target(target, node)
+                        parts = target.elts if isinstance(target, ast.Tuple) else [target]
+                        n_targets_of_call[value] = len(parts)
+                        for part in parts:
+                            self._record_store(self._stored_views(part), "certain", node)
                 case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                    self._find_stores_to_target(target, node)
+                    self._record_store(self._stored_views(target), "certain", node)
                 case ast.Call():
                     self._find_stores_of_call(node, n_targets_of_call.get(node, 1))
 
-    def _record_store(self, views: set[_ArrayView], kind: str, text: str, is_repeated_by_adjoint: bool) -> None:
-        """Add a store to the arrays of these views.  If there are several, a certain store becomes an ambiguous one."""
+    def _record_store(self, views: set[_ArrayView], kind: str, source: ast.AST | str) -> None:
+        """Add a store to the arrays of these views.  If there are several, a certain store becomes an ambiguous one.
+
+        `source` is the statement or call that stores, or its text.
+        """
+        if isinstance(source, ast.AST):
+            source = " ".join((ast.get_source_segment(self.source, source) or "").split())
         parameters = {view.parameter for view in views}
         if kind == "certain" and len(parameters) > 1:
             kind = "ambiguous"
-        store = _Store(kind, text, is_repeated_by_adjoint)
+        store = _Store(kind, source)
         for parameter in parameters:
             if store not in self.stores[parameter]:
                 self.stores[parameter].append(store)
 
-    def _record_unknown_use(self, call: ast.Call) -> None:
-        """Add an unknown store to the arrays that a call passes."""
-        self._record_store(self._views_of_parts(call), "unknown", self._text(call), is_repeated_by_adjoint=True)
+    def _stored_views(self, target: ast.expr) -> set[_ArrayView]:
+        """Return the arrays to which an assignment to a target stores.
 
-    def _text(self, node: ast.AST) -> str:
-        """Return the source of a statement or call, in one line."""
-        return " ".join((ast.get_source_segment(self.source, node) or "").split())
-
-    def _find_stores_to_target(self, target: ast.expr, statement: ast.stmt) -> None:
-        """Add the stores of an assignment to elements of arrays."""
-        for part in target.elts if isinstance(target, ast.Tuple) else [target]:
-            views, may_be_component = self._stored_views(part)
-            self._record_store(views, "certain", self._text(statement), is_repeated_by_adjoint=may_be_component)
-
-    def _stored_views(self, target: ast.expr) -> tuple[set[_ArrayView], bool]:
-        """Return the arrays to which a store to a target goes, and whether it may be a store to a component.
-
-        `x[i]` is an element of the array `x`, and `x[i][0]` and `x[i].y` are components of an element.  An assignment
-        to a field of a struct, `s.y`, stores to no array.
+        It stores to an element of an array, as in `x[i] = 1.0`, or to a component of an element, as in `x[i][0] = 1.0`
+        and `x[i].y = 1.0`.  An assignment to a variable, or to a field of a struct, stores to no array.
         """
-        may_be_component = False
-        while isinstance(target, (ast.Subscript, ast.Attribute)):
-            views = self._views_of(target.value)
-            if views and isinstance(target, ast.Subscript):
-                # If the ndim is unknown, `x` may be an element, and `x[i]` its component.
-                return views, may_be_component or any(view.ndim == _UNKNOWN_NDIM for view in views)
-            may_be_component = True
-            target = target.value
-        return set(), False
+        match target:
+            case ast.Subscript(value=owner):
+                return self._views_of(owner) or self._stored_views(owner)
+            case ast.Attribute(value=owner):
+                return self._stored_views(owner)
+        return set()
 
     def _find_stores_of_call(self, call: ast.Call, n_assigned: int) -> None:
         """Add the stores of a call, whose result is assigned to `n_assigned` variables."""
@@ -4719,9 +4661,9 @@ class _FunctionAnalysis:
             case "stores to its first argument":
                 # With keywords only, any of them may be the first parameter.
                 views = self._views_of(call.args[0]) if call.args else self._views_of_parts(call)
-                self._record_store(views, "certain", self._text(call), is_repeated_by_adjoint=False)
+                self._record_store(views, "certain", call)
             case "may do anything":
-                self._record_unknown_use(call)
+                self._record_store(self._views_of_parts(call), "unknown", call)
 
     def _find_stores_of_function(self, function: Any, call: ast.Call) -> None:
         """Add the stores of a user's function to the arguments of a call."""
@@ -4729,26 +4671,20 @@ class _FunctionAnalysis:
         has_own_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
         self.has_opaque_code |= analysis is None or bool(has_own_adjoint)
         if analysis is None:
-            self._record_unknown_use(call)
+            self._record_store(self._views_of_parts(call), "unknown", call)
             return
         for parameter, argument in _bind_call(function, call).items():
             for store in list(analysis.stores.get(parameter, ())):
-                self._record_store(self._views_of(argument), store.kind, store.text, is_repeated_by_adjoint=True)
+                self._record_store(self._views_of(argument), store.kind, store.text)
             if type(function.input_types.get(parameter)).__name__ == "Reference":  # Warp >= 1.19: `x[i]` by reference
-                views, _ = self._stored_views(argument)
-                self._record_store(views, "unknown", self._text(call), is_repeated_by_adjoint=True)
+                self._record_store(self._stored_views(argument), "unknown", call)
 
 
 def _views_of_parameter(name: str, warp_type: Any) -> set[_ArrayView]:
-    """Return the view of a parameter of this type; the empty set if it takes numbers."""
-    if _is_warp_struct(warp_type):
-        may_hold_array = _contains_arrays(warp_type)
-    elif hasattr(warp_type, "ndim"):
-        may_hold_array = True
-    else:
-        is_class = isinstance(warp_type, (type, TypeVar))  # such as wp.float32 and wp.vec3
-        may_hold_array = not is_class or warp_type is Any
-    return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))} if may_hold_array else set()
+    """Return the view of a parameter of this type; the empty set if it takes a number, vector or matrix."""
+    if isinstance(warp_type, (type, TypeVar)) and warp_type is not Any:  # such as wp.float32 and wp.vec3
+        return set()
+    return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))}
 
 
 def _removes_dimension(index: ast.expr) -> bool:
@@ -4762,28 +4698,24 @@ def _removes_dimension(index: ast.expr) -> bool:
 
 
 def _check_stores(
-    wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, Sequence[_Store]], buffers: Mapping[str, int]
+    wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, Sequence[_Store]], buffer_of: Mapping[str, int]
 ) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    `stores` are the stores of the kernel, by parameter.  `buffers` is {array parameter: the index of its buffer}: first
-    inputs, then outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous
-    stores has the index of its copy, so it is not an input here.
+    `stores` are the stores of the kernel, by parameter.  `buffer_of` is {array parameter: the index of its buffer}:
+    first inputs, then outputs, then scratch.  An in-out argument has the index of its output.  An input with only
+    ambiguous stores has the index of its copy, so it is not an input here.
     """
-    n_in = len(call.ins)
-    aliases = dict(call.aliases)  # input -> output
-    stored = {buffer for name, buffer in buffers.items() if stores[name]}
-    stored |= {n_in + aliases[i] for i in stored if i in aliases}  # a store to an aliased input is one to its output
-    is_checked = wrapper.options.zero_outputs is None  # True and False allow an output that is never stored to
-    for name, buffer in buffers.items():
-        if buffer < n_in and buffer not in aliases and stores[name]:
+    aliased = {i for i, _ in call.aliases}
+    for name, buffer in buffer_of.items():
+        if stores[name] and buffer < len(call.ins) and buffer not in aliased:
             certain = [store for store in stores[name] if store.kind == "certain"]
             verb = "writes" if certain else "may write"
             shown = (certain or stores[name])[0].text
             raise _read_only_input_error(f"{wrapper.title} {verb}", [name], f" (`{shown:.80}`)")
-        is_result = n_in <= buffer < n_in + len(call.outs)
-        if is_result and is_checked and buffer not in stored:
-            raise _never_stored_error(wrapper.title, name, f"{name}[i] = ...", is_in_out=name in wrapper.in_outs)
+    if wrapper.options.zero_outputs is None:  # True and False allow an output that is never stored to
+        stored = {buffer for name, buffer in buffer_of.items() if stores[name]}
+        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, "i")
 
 
 # ======================================================================================================
@@ -5185,15 +5117,9 @@ class _CudaKernel(_CudaWrapper):
                 names = argument_map.names_of(maybe_written, self.parameters)
                 handler = package.compile_handler(self.kernel, argument_map, signature, in_order, names)
             if checks_outputs:
-                _check_outputs_are_stored(
-                    only_read,
-                    argument_map,
-                    signature,
-                    len(call.outs),
-                    title=self.title,
-                    parameters=self.parameters,
-                    index="i",
-                )
+                buffer_of = dict(argument_map.named_args(self.parameters))
+                stored = argument_map.maybe_written(only_read)
+                _check_outputs_are_stored(self.title, buffer_of, stored, call, "i")
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
@@ -6396,13 +6322,14 @@ class _WarpKernel(_Wrapper):
         """
         n_in = len(args)
         names = self.parameters
-        stored_again = _warp_store_analysis(self.kernel).stored_again_by_adjoint()
+        analysis = _warp_store_analysis(self.kernel)
+        stored = {name for name, stores in analysis.stores.items() if stores or analysis.has_opaque_code}
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
         gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
         operands = data | cotangents
-        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in stored_again}
+        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in stored}
         results = overwritten | gradients
         operand_number = {key: number for number, key in enumerate(operands)}
         call = _CallParams(
@@ -6620,6 +6547,12 @@ class _WarpParam:
 
 def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
     return f"jax.ShapeDtypeStruct({tuple(shape)}, jnp.{dtype})"
+
+
+def _contains_arrays(warp_type: Any) -> bool:
+    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
+    fields = warp_type.vars.values() if _is_warp_struct(warp_type) else ()
+    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
 
 
 def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
