@@ -1145,6 +1145,14 @@ def test_captured_list_may_contain_itself():
     assert result_of(kernel_storing("x[0] + x.size", size=recursive)) == 1 + ONES.size
 
 
+def test_captured_modules_may_import_each_other():
+    """Ten such modules refer to each other along millions of paths."""
+    modules = {f"module_{i}": types.ModuleType(f"module_{i}") for i in range(10)}
+    for module in modules.values():
+        vars(module).update(modules, CONSTANT=0.5)
+    assert result_of(kernel_storing(" + ".join(f"{name}.CONSTANT" for name in modules), **modules)) == 5
+
+
 def test_failed_allocation_of_lock_raises(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)

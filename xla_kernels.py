@@ -40,7 +40,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #
 #     1  JAX               differences between versions of JAX, and small helpers that JAX lacks
 #     2  C structs         the structs of XLA's C API that a handler reads and writes
-#     3  Targets           captured values, kernels that share a target, registration, lifetimes
+#     3  Targets           captured values, the names of targets, kernels that share a target, lifetimes
 #     4  Specs and inputs  checks of declared outputs and of arguments, while the user's call is on the stack
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
@@ -51,12 +51,13 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
 #     12 Backends          a table of the backends, and the self-check
 #
-# A section mostly uses the sections above it.  The exceptions: 3 and 5 use types and names of later sections
-# (`_Signature`, `_BACKENDS`, `_decorated_backend`), and 6 calls the functions of 9 that write code for GPUs.
+# A section mostly uses the sections above it.  There are two exceptions: 3 and 5 use `_Signature`, `_BACKENDS` and
+# `_decorated_backend` of later sections, and 6 calls the functions of 9 that write code for GPUs.  A new backend needs
+# a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
-# A call of a wrapper, from the user to XLA:
+# A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
-#     `_Wrapper.__call__`                       the diagram at the class shows the steps up to the target
+#     `_Wrapper.__call__`                       converts the arguments, and evaluates `outs`
 #     `_NumbaKernel._find_target`               checks the call
 #       `_TargetRegistry.numba_target_name`     looks up the target, or compiles, names and registers it:
 #         `_NumbaCompiler`                      compiles the kernel, and checks its accesses to inputs and outputs
@@ -65,18 +66,8 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     `_call_lowering`                          lowers the primitive to a custom call, which XLA compiles and runs
 #     the handler, with a `_BatchScheduler`     runs the kernel, once per slice
 #
-# A call of an op, under `grad` of `vmap`:
-#
-#     `XLACustomKernel.__call__`, `_OpCall.apply`  bind the primitive of the op
-#     `_op_batching`                               records the vmap
-#     `_op_jvp`, `_op_transpose`                   apply the user's rules under the recorded vmap
-#     `_op_lowering`                               chooses the backend, because now the platform is known
-#     `_OpCall.kernel_jaxpr`, `_run_kernel`        call a wrapper, as above
-#
-# - The order of a kernel's arguments is described in 7.1, and in `_WarpKernel._find_target`.
-# - An exception in a slice is caught by the code of `_NumbaEmitter`, turned into a message by `_store_error_message`,
-#   and returned through `_BatchScheduler.run_range` and `.worker_loop` to the handler.
-# - A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# `_Wrapper`, section 6 and section 11 begin with diagrams of their own: the steps of `_Wrapper.__call__`, of the
+# handler, and of a call of an op.
 #
 # Glossary.
 #
@@ -156,8 +147,8 @@ __all__ = [
 # ======================================================================================================
 # 1. JAX: differences between its versions, and small helpers that it lacks.
 #
-# Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these parts of JAX that are not documented.  If JAX
-# changes one of them, the named test fails.
+# Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these undocumented parts of JAX.  If JAX changes one of
+# them, the named test fails.
 #
 # - `jax.interpreters.ad`, `.batching` and `.mlir` define a primitive (5.1, 11.4 to 11.6): most tests.
 # - `ctx.module_context` and `ctx.platforms` of lowering rules: test_op_kernel_chosen_by_lowering_platform.
@@ -170,7 +161,7 @@ __all__ = [
 
 Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
-Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, whose module takes long to import
+Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the slow import of jax.extend
 
 # Warnings skip the frames of these files, so they point to the user's line.  On CPython 3.12 and 3.13 a whole file name
 # is not accepted as a prefix, so the last letter of this file's name is left out.
@@ -195,7 +186,7 @@ def _platform_name(platform: str) -> str:
 
 
 def _default_platform() -> str:
-    """Return the platform that a computation which is traced now will probably run on."""
+    """Return the platform on which a program that is traced now runs, unless its inputs are on other devices."""
     device = jax.config.jax_default_device or jax.default_backend()
     return _platform_name(device if isinstance(device, str) else device.platform)
 
@@ -210,12 +201,12 @@ def _local_devices(platform: str) -> list:
 # -- calling primitives, tracing, lowering -------------------------------------------------------------
 
 
-def _define_impl(primitive: Any, param: str) -> None:
-    """Let JAX compile and run a primitive that is bound outside of `jax.jit`.  `param` names its only parameter."""
+def _define_impl(primitive: Any, param_name: str) -> None:
+    """Let JAX compile and run a primitive that is bound outside of `jax.jit`.  The primitive has one parameter."""
     bind: Any = functools.partial(primitive.bind)  # a partial, because a bound method takes no attributes
     bind.__name__ = bind.__qualname__ = primitive.name
     bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
-    jitted = jax.jit(bind, static_argnames=param)
+    jitted = jax.jit(bind, static_argnames=param_name)
 
     @primitive.def_impl
     def impl(*args: Any, **params: Any) -> Any:
@@ -230,7 +221,7 @@ def _lowering_platforms(ctx: Any) -> Sequence[str]:
 
 
 def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
-    """Trace `function(*operands)`, which returns a sequence, and lower it."""
+    """Return the lowered results of `function(*operands)`, a function of arrays that returns a sequence of arrays."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
@@ -245,24 +236,24 @@ def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Call
     """Return a `jax.custom_vjp` that also takes batched NumPy arrays, and inputs that vary over different mesh axes."""
     with_vjp = jax.custom_vjp(function)
     with_vjp.defvjp(forward, backward)
-    return lambda *args: with_vjp(*map(_without_numpy, _make_varying(args)))
+    return lambda *args: with_vjp(*map(_numpy_to_jax, _make_varying(args)))
 
 
-def _without_numpy(x: Any) -> Any:
-    """Return `x`.  If it is a NumPy array that `vmap` batches under `jit`, return it as a JAX array.
+def _numpy_to_jax(x: Any) -> Any:
+    """Return a NumPy array, and a tracer of `vmap` that batches one, as a JAX array.  Return other values unchanged.
 
-    `jax.custom_vjp` does not take tracers of NumPy arrays (jax <= 0.12).
+    `jax.custom_vjp` does not take such tracers (jax <= 0.12).
     """
     value = x
     while isinstance(value, jax.core.Tracer):
-        value = getattr(value, "val", None)  # the batched value of a tracer of `vmap`
+        value = getattr(value, "val", None)  # of a tracer of `vmap`: the batched value
     return jax.numpy.copy(x) if isinstance(value, np.ndarray) else x  # XLA removes this copy
 
 
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     """Return an operand with its batch dimension in front.  If it has none, broadcast it to `size`."""
-    if not isinstance(x, jax.Array):  # such as a constant of a jaxpr, whose type jax < 0.9.2 cannot transpose
-        x = np.asarray(x)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)  # jax < 0.9.2 cannot transpose the constants of a jaxpr, which are `TypedNdArray`s
     return batching.bdim_at_front(x, dim, size)
 
 
@@ -303,9 +294,9 @@ def _all_varying_axes(avals: Iterable) -> frozenset:
 
 
 def _varying_kwargs(axes: frozenset) -> dict[str, Any]:
-    """Return the keyword arguments with which an abstract value or a spec varies over these axes.
+    """Return the keyword arguments that make an abstract value or a spec vary over these axes.
 
-    Specs need these arguments because Pallas builds abstract values from specs.
+    Specs are included, because Pallas builds abstract values from specs.
     """
     if not axes:
         return {}
@@ -324,12 +315,15 @@ def _out_aval(shape: tuple, dtype: Any, in_avals: Sequence, partition: Sequence 
 
 
 def _batch_partition(operand_axes_per_dim: Iterable[Iterable[Any]]) -> list:
-    """For each batch dimension, return the first mesh axis that any operand is sharded over, or None."""
+    """For each batch dimension, return the first mesh axis that an operand is sharded over, or None.
+
+    Two operands, of which the second is sharded over "x" in dimension 0: [[None, "x"], [None, None]] -> ["x", None].
+    """
     return [next(filter(None, axes), None) for axes in operand_axes_per_dim]
 
 
 def _make_varying(args: Sequence) -> list:
-    """Cast inputs to vary over the same axes.  The transpose of the cast sums the cotangents of a replicated input."""
+    """Cast inputs to vary over the same manual mesh axes.  The transpose of a cast sums cotangents over these axes."""
     axes = _all_varying_axes(map(jax.typeof, args))
     return [jax.lax.pcast(x, tuple(axes - _varying_axes(jax.typeof(x))), to="varying") for x in args]
 
@@ -491,14 +485,16 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 # may come from JAX's persistent cache or from another process.  Therefore two kernels of one process that may differ
 # must never have the same target name.
 #
-# - Equal kernels share a target.  Numba kernels are equal if they have the same fingerprint (code, options and captured
-#   values; 3.2), for example if a `def` statement runs again.  Warp kernels are equal if Warp's hashes are.  Without
-#   this sharing, each call of a function that defines a kernel would compile it again, and each copy would stay
-#   registered forever.
-# - Some Numba kernels never share a target, because a fingerprint does not cover all that they do: those that
-#   `_is_reusable` excludes, and callables and simulated kernels, for which Python reads globals on each run.
-# - A decorated kernel, or the wrapper of a plain function, keeps its target even if captured values are reassigned,
-#   because Numba reads them once.  A new wrapper of the same plain function reads them again.
+# - Equal kernels share a target.  Otherwise, each call of a function that defines a kernel would compile it again, and
+#   each copy would stay registered forever.  Numba kernels are equal if they have the same fingerprint: code, options
+#   and captured values (3.2).  For example, a `def` statement that runs twice creates equal kernels.  Warp kernels are
+#   equal if Warp's hashes are equal.
+# - Some Numba kernels never share a target, because a fingerprint does not cover all that they do.  These are the
+#   kernels that `_is_reusable` excludes, the functions of `numba_cuda_callable`, and kernels in Numba's CUDA simulator.
+#   The latter two run in Python, which reads globals on each run.
+# - Numba reads captured values once, when it compiles.  A decorated kernel therefore keeps its target if a captured
+#   variable is reassigned, and so does the wrapper of a plain function.  A new wrapper of the same plain function reads
+#   the variable again.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -507,8 +503,8 @@ _INTERFACE_VERSION = 9
 
 _LOG = logging.getLogger(__name__)
 
-# State that all copies of this file in a process share, including vendored, reloaded and older copies.  It consists of
-# the attributes of a module that exists only in `sys.modules`.  The keys are the same in all versions of this file.
+# State that all copies of this file in a process share, including vendored, reloaded and older copies.  It is the
+# namespace of a module that exists only in `sys.modules`.  The keys are the same in all versions of this file.
 _PROCESS_STATE: dict[str, Any] = vars(
     sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
 )
@@ -532,9 +528,8 @@ def _native_lock_address(name: str) -> int:
 
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
-# The globals, closure variables and defaults that the code of a kernel references.  Three parts of this file use them:
-# fingerprints (3.2), the checks of stores (7.3, 8), and callables (9.2), whose captured values show which CUDA package
-# they use.
+# The globals, closure variables and defaults that the code of a kernel references.  They are used for fingerprints
+# (3.2), for checks of stores (7.3, 8), and to find the CUDA package that a `numba_cuda_callable` uses (9.2).
 
 
 def _py_func(kernel: Any) -> Any:
@@ -549,14 +544,17 @@ _LIBRARIES = frozenset("_operator builtins cmath heapq math numba numba_cuda_mli
 
 
 def _is_library_module(name: Any) -> bool:
-    """Return whether a module belongs to Python, NumPy or Numba.  Its attributes are not expected to be reassigned."""
+    """Return whether a module belongs to NumPy, Numba, or the part of Python's library that Numba compiles.
+
+    The attributes of these modules are not expected to be reassigned.
+    """
     return str(name).partition(".")[0] in _LIBRARIES
 
 
 @functools.lru_cache(maxsize=1024)
 def _referenced_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of globals and attributes in a code object and in nested functions, each name once."""
-    return tuple(dict.fromkeys(name for each in _code_and_nested(code) for name in each.co_names))
+    return tuple(dict.fromkeys(name for part in _code_and_nested(code) for name in part.co_names))
 
 
 _EMPTY_CODE = compile("", "", "exec")
@@ -576,8 +574,9 @@ def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
     A code object does not tell globals and attributes apart.  If the code has `x.size`, and there is a global `size`,
     the result includes `size`.
     """
-    scope = collections.ChainMap(function.__globals__, vars(builtins))
-    variables = {name: scope[name] for name in _referenced_names(function.__code__) if name in scope}
+    names = _referenced_names(function.__code__)
+    namespace = collections.ChainMap(function.__globals__, vars(builtins))
+    variables = {name: namespace[name] for name in names if name in namespace}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # the cell is empty: the variable is not assigned yet
             variables[name] = cell.cell_contents
@@ -585,41 +584,48 @@ def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
-    """Return a (name, value) pair for each variable and default of a kernel, and for each part of these values.
+    """Return a (name, value) pair for each variable and default that a kernel references, and for their parts.
+
+    The parts are the items of tuples and lists, and the referenced attributes of modules.  For `sizes.ROW[0]`:
+
+        [("sizes", <module 'sizes'>), ("ROW", (3, 4)), ("ROW", 3), ("ROW", 4), ...]
 
     If the kernel has no Python function, return no pairs.
     """
     function = _py_func(kernel)
     if not isinstance(function, types.FunctionType):
         return []
-    values = _captured_variables(function)
-    values["(defaults)"] = function.__defaults__
-    values["(keyword defaults)"] = tuple((function.__kwdefaults__ or {}).items())
     attributes = _referenced_names(function.__code__)
-    return [pair for name in values for pair in _with_parts(name, values[name], attributes)]
+    pairs: list[tuple[str, Any]] = []
+    visited_modules: list[types.ModuleType] = []  # modules may import each other
+
+    def add(name: str, value: Any) -> None:
+        for pair in _with_items(name, value):
+            pairs.append(pair)
+            _, part = pair
+            if not isinstance(part, types.ModuleType) or part in visited_modules or _is_library_module(part.__name__):
+                continue
+            visited_modules.append(part)
+            for attribute in attributes:
+                if attribute in vars(part):
+                    add(attribute, vars(part)[attribute])
+
+    for name, value in _captured_variables(function).items():
+        add(name, value)
+    add("(defaults)", function.__defaults__)
+    add("(keyword defaults)", tuple((function.__kwdefaults__ or {}).items()))
+    return pairs
 
 
-def _with_parts(
-    name: str, value: Any, attributes: Sequence[str] = (), containers: tuple[int, ...] = ()
-) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value), followed by pairs for the items of a tuple or list, or for attributes of a module.
+def _with_items(name: str, value: Any, containers: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value).  If the value is a tuple or list, also yield a pair for each item, recursively.
 
-    Args:
-      name, value: the pair.  Items have the name of their tuple or list.
-      attributes: the names of the attributes to include, except those of library modules.
-      containers: the `id` of each tuple, list and module that contains the value, because it may contain itself.
+    `containers` has the `id` of each tuple and list around the value, because a list may contain itself.
     """
     yield name, value
-    if id(value) in containers:
-        return
-    containers = (*containers, id(value))
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and id(value) not in containers:
         for item in value:
-            yield from _with_parts(name, item, attributes, containers)
-    elif isinstance(value, types.ModuleType) and not _is_library_module(value.__name__):
-        for attribute in attributes:
-            if attribute in vars(value):
-                yield from _with_parts(attribute, vars(value)[attribute], attributes, containers)
+            yield from _with_items(name, item, (*containers, id(value)))
 
 
 def _kernel_and_helpers(kernel: Any) -> list[Any]:
@@ -632,15 +638,15 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
     return functions
 
 
-def _all_captured_values(kernel: Any) -> list[tuple[str, Any]]:
+def _captured_values_with_helpers(kernel: Any) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of all values that a kernel and its helpers capture."""
     return [pair for function in _kernel_and_helpers(kernel) for pair in _captured_values(function)]
 
 
 # -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
 # Numba has no hash of a kernel that covers captured values.  So `_fingerprint` writes a line of text for each option,
-# code object and captured value of a kernel and its helpers.  The text is equal in all processes.  If no text can tell
-# a value apart from others, the value is also compared by identity.  For example:
+# code object and captured value of a kernel and its helpers.  The text is equal in all processes.  Values that may have
+# the same text, such as two helpers that one `def` creates, are also compared by identity.  For example:
 #
 #     n = 2.0
 #     @numba.njit(fastmath=True)
@@ -674,7 +680,7 @@ class _Fingerprint(NamedTuple):
     """All that decides the machine code of a kernel.  Kernels with equal fingerprints can share a target."""
 
     text: str  # equal in all processes, so that target names can contain its hash
-    identities: tuple[_IdentityKey, ...]  # the values that the text does not tell apart from others
+    identities: tuple[_IdentityKey, ...]  # the values whose text may be that of another value
 
 
 def _fingerprint(kernel: Any) -> _Fingerprint:
@@ -693,18 +699,20 @@ def _fingerprint(kernel: Any) -> _Fingerprint:
 
 def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each option, the code and each captured value of one function."""
-    options = dict(getattr(function, "targetoptions", {}))
-    options["chip"] = None  # ignored, because numba_cuda_mlir assigns it when it compiles
-    # The text tells most types apart, also in target names; the type itself is compared by identity.
-    options["locals"] = [(name, str(kind), kind) for name, kind in sorted(getattr(function, "locals", {}).items())]
-    # The class as text, because numba_cuda_mlir creates a class for each dispatcher.
-    options["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
-    # With `cache=True`, machine code may come from a file, with other captured values.  So a kernel with `cache=True`
-    # never shares with one without.
-    options["cache"] = type(getattr(function, "_cache", None)).__name__
-    options["code"] = getattr(_py_func(function), "__code__", None)
-    option_values = [pair for name in sorted(options) for pair in _with_parts(name, options[name])]
-    return option_values + _captured_values(function)
+    inputs = dict(getattr(function, "targetoptions", {}))
+    inputs["chip"] = None  # numba_cuda_mlir assigns this option when it compiles, so equal kernels may differ in it
+    # `locals={"n": numba.int8}`.  The text of a type gets into target names.  The type itself is compared by identity,
+    # because different types may have the same text.
+    variable_types = sorted(getattr(function, "locals", {}).items())
+    inputs["locals"] = [(variable, str(numba_type), numba_type) for variable, numba_type in variable_types]
+    # The text of a class, because numba_cuda_mlir creates a class for each dispatcher.
+    inputs["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
+    # The class of Numba's cache shows whether the kernel has `cache=True`.  Its machine code may then come from a file,
+    # with the captured values of another process, so other kernels must not share it.
+    inputs["cache"] = type(getattr(function, "_cache", None)).__name__
+    inputs["code"] = getattr(_py_func(function), "__code__", None)
+    pairs = [pair for name in sorted(inputs) for pair in _with_items(name, inputs[name])]
+    return pairs + _captured_values(function)
 
 
 _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type(...))
@@ -713,31 +721,35 @@ _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type
 def _exact_text(value: Any) -> str | None:
     """Return a text that is equal in all processes and differs for different values; None if there is no such text.
 
-    The text of a tuple or list has only its length, because `_with_parts` adds a pair for each item.
+    The text of a tuple or list has only its length, because `_with_items` adds a pair for each item.
     """
-    kind = type(value)
-    if kind in _LITERAL_TYPES or isinstance(value, np.generic):
-        return f"{kind.__name__} {pickle.dumps(value, protocol=4)!r}"  # a pickle tells -0.0, NaNs and dtypes apart
-    if kind in (tuple, list):
-        return f"{kind.__name__} of {len(value)}"
-    if kind in (set, frozenset) and all(map(_is_literal, value)):  # such as fastmath={"nnan"}, or `x in {(1, 2)}`
-        return f"{kind.__name__} {sorted(map(repr, value))}"
+    cls = type(value)
+    if cls in _LITERAL_TYPES or isinstance(value, np.generic):
+        # A pickle also tells NaNs and dtypes apart.  Its protocol is fixed, because others give other texts.
+        return f"{cls.__name__} {pickle.dumps(value, protocol=4)!r}"
+    if cls in (tuple, list):
+        return f"{cls.__name__} of {len(value)}"
+    if cls in (set, frozenset) and all(map(_is_literal, value)):  # such as fastmath={"nnan"}, or `x in {(1, 2)}`
+        return f"{cls.__name__} {sorted(map(repr, value))}"
     if _is_plain_array(value) and _is_embedded_by_numba(value):
         return f"{_inexact_text(value)} {hashlib.blake2b(value.tobytes()).hexdigest()}"
-    if kind is types.CodeType:
+    if cls is types.CodeType:
         return _code_text(value)
     return None
 
 
 def _is_literal(value: Any) -> bool:
-    """Return whether `repr` is an exact text of a value.  Only such values are items of sets in code."""
+    """Return whether a value is a literal of Python: a number, a text, None, ..., or a tuple of these."""
     if type(value) is tuple:
         return all(map(_is_literal, value))
     return type(value) in _LITERAL_TYPES
 
 
 def _inexact_text(value: Any) -> str:
-    """Return a text that is equal in all processes, but may be the same for different values."""
+    """Return a text that is equal in all processes, but may be the same for different values.
+
+    Examples are "CPUDispatcher __main__ helper" and "float32 (3,) (4,)".
+    """
     if _is_plain_array(value):
         return f"{value.dtype} {value.shape} {value.strides}"
     return f"{type(value).__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}"
@@ -745,8 +757,8 @@ def _inexact_text(value: Any) -> str:
 
 def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
-    # Constants are numbers, texts, tuples, frozensets and code, so each has an exact text.
-    constants = [_exact_text(constant) for _, constant in _with_parts("", code.co_consts)]
+    # Each constant has an exact text, because it is a literal, a tuple, a frozenset of literals, or a code object.
+    constants = [_exact_text(constant) for _, constant in _with_items("", code.co_consts)]
     signature = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {(*names, *signature)} {constants}"
@@ -758,31 +770,37 @@ def _is_plain_array(value: Any) -> bool:
 
 
 def _is_embedded_by_numba(array: np.ndarray) -> bool:
-    """Return whether Numba copies a global array into the machine code (`BaseContext.make_constant_array`).
+    """Return whether Numba copies a global array into the machine code.
 
     The machine code reads other arrays at run time, at their addresses.
     """
-    return array.flags.forc and array.nbytes <= 10**6
+    size_limit = 10**6  # the local variable of this name in Numba's `BaseContext.make_constant_array`
+    is_contiguous = array.flags.forc  # in the order of C or Fortran
+    return is_contiguous and array.nbytes <= size_limit
 
 
 def _is_reusable(kernel: Any) -> bool:
-    """Return whether kernels with the fingerprint of this one can share its machine code."""
+    """Return whether kernels with the same fingerprint can share the machine code of this plain or decorated kernel."""
     if not isinstance(kernel, types.FunctionType):
         if not hasattr(kernel, "overloads"):
             return False  # a ufunc, which does not show whether it is compiled
         if kernel.overloads:
             return False  # compiled already, perhaps with other captured values
-    return not vars(_py_func(kernel))  # attributes, such as __wrapped__, are not part of a fingerprint
+    # The attributes of a function, such as __wrapped__, are not part of its fingerprint.
+    return not vars(_py_func(kernel))
 
 
 def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
-    """Return, for each helper, an identity key of its first overload, or of None if it is not compiled yet.
+    """Return the first overload of each helper, or None if it is not compiled yet, as identity keys.
 
-    `Dispatcher.recompile` replaces all overloads, and the new ones may have captured other values.  So the first
-    overload of a helper shows whether it was recompiled.
+    The first overload shows whether a helper was recompiled.  `Dispatcher.recompile` replaces all overloads, and the
+    new ones may contain other captured values.
     """
-    helpers = _kernel_and_helpers(kernel)[1:]
-    return tuple([_IdentityKey(next(iter(getattr(helper, "overloads", {}).values()), None)) for helper in helpers])
+    keys = []
+    for helper in _kernel_and_helpers(kernel)[1:]:
+        overloads = getattr(helper, "overloads", {}).values()
+        keys.append(_IdentityKey(next(iter(overloads), None)))
+    return tuple(keys)
 
 
 # -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
@@ -795,9 +813,9 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # - With `name=`, exported programs find the kernel even if its code or options were edited.  A name that is in use
 #   already is an error.
 # - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
-#   have equal texts, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
-#   Another process may number these kernels differently.  Traced programs are safe: JAX looks for a cached program by
-#   the names that its kernels have in this process.  At worst it finds none.
+#   have the same text, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
+#   Another process may number these kernels differently.  A traced program is safe: it contains the names of its own
+#   process, and JAX finds a cached program only if it contains the same names.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
@@ -808,9 +826,9 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #
 #     object               lives                                  kept alive by
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
-#     kernel               as long as its wrappers, and forever   its wrappers; `_WarpTarget`; `_CudaBatch`, which
-#                          for Numba CUDA                         compiles it again for batch launches
-#     captured values      forever, if the kernel is reusable     the keys of `_TargetRegistry.shared_names`
+#     kernel               as long as its wrappers                its wrappers; `_WarpTarget`
+#     Numba CUDA kernel    forever, once it is registered         `_CudaBatch`, which compiles it for batch launches
+#     captured values      forever, if kernels may share them     the keys of `_TargetRegistry.shared_names`
 #     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
 #     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
@@ -835,6 +853,11 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
     _COMPILED_HANDLERS[target_name] = compiled
 
 
+def _hash(*parts: str) -> str:
+    """Return a hash of 96 bits that is equal in all processes."""
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
+
+
 class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled.
 
@@ -842,14 +865,14 @@ class _Specialization(NamedTuple):
     """
 
     signature: _Signature
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also the kernel (`_warp_content`)
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_warp_content` of the kernel
     platform: str  # "cpu" or "cuda"
     requested_name: str | None  # the user's `name=`
-    launch_layout: str = ""  # the layout of the attribute `launch`, if handlers have different ones (Warp)
+    launch_layout: str = ""  # for Warp, the layout of the attribute `launch`; other backends have only one layout
     fingerprint: _Fingerprint = _Fingerprint("", ())  # of a Numba kernel; the registry adds it
 
     def base_name(self) -> str:
-        """Return the target name without a number."""
+        """Return the target name without a number, as in the table above."""
         parts = [self.platform, str(self.signature), self.launch_layout]
         if self.requested_name:
             prefix = self.requested_name
@@ -873,12 +896,12 @@ class _TargetRegistry:
     """
 
     def __init__(self) -> None:
-        # The names of the same kernel objects (Numba): {owner: {specialization: target name}}.  The owner is a
-        # dispatcher, which captures values once, or the wrapper of a plain function, which captures them again.
+        # Numba: {owner: {specialization without a fingerprint: target name}}.  The owner is the object that reads
+        # captured values once: a dispatcher, or the wrapper of a plain function.
         self.names_by_owner: Any = weakref.WeakKeyDictionary()
-        # The names of equal kernels (Warp, and reusable Numba kernels): {(specialization, first overloads of the
-        # helpers): target name}.  Warp kernels have no such overloads.
-        self.shared_names: dict[tuple[_Specialization, tuple], str] = {}
+        # Numba kernels that can share a target: {(specialization, `_first_overloads` of the kernel): target name}.
+        self.shared_names: dict[tuple[_Specialization, tuple[_IdentityKey, ...]], str] = {}
+        self.warp_names: dict[_Specialization, str] = {}  # {specialization: target name}
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
         self.compile_lock = threading.RLock()  # costs no time, because Numba compiles on one thread at a time, too
 
@@ -891,22 +914,24 @@ class _TargetRegistry:
     ) -> str:
         """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
 
-        `freezes_globals` is False if Python reads globals on each run: in callables, and in Numba's simulator.
+        `freezes_globals` is False if Python reads globals on each run: for `numba_cuda_callable`, and in Numba's CUDA
+        simulator.
         """
         kernel = wrapper.kernel
         owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
         with _REGISTRY_LOCK:
             names = self.names_by_owner.setdefault(owner, {})
-        if specialization not in names:
-            with self.compile_lock:
-                if specialization not in names:  # otherwise another thread has compiled the kernel in the meantime
-                    with_fingerprint = specialization._replace(fingerprint=_fingerprint(kernel))
-                    if freezes_globals and _is_reusable(kernel):
-                        name = self._share_or_compile(kernel, with_fingerprint, compile_handler)
-                    else:
-                        name = self._compile_and_register(with_fingerprint, compile_handler)
-                    names[specialization] = name
-        return names[specialization]
+        if specialization in names:
+            return names[specialization]
+        with self.compile_lock:
+            if specialization not in names:  # another thread may have compiled the kernel while this one waited
+                full_specialization = specialization._replace(fingerprint=_fingerprint(kernel))
+                if freezes_globals and _is_reusable(kernel):
+                    name = self._share_or_compile(kernel, full_specialization, compile_handler)
+                else:
+                    name = self._compile_and_register(full_specialization, compile_handler)
+                names[specialization] = name
+            return names[specialization]
 
     def _share_or_compile(
         self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandlerFunction
@@ -915,7 +940,7 @@ class _TargetRegistry:
         name = self.shared_names.get((specialization, _first_overloads(kernel)))
         if name is None:
             name = self._compile_and_register(specialization, compile_handler)
-            # The next equal kernel will see compiled helpers, so their overloads are looked up again.
+            # Compiling a kernel compiles its helpers, so they may have first overloads only now.
             self.shared_names[specialization, _first_overloads(kernel)] = name
         return name
 
@@ -924,10 +949,9 @@ class _TargetRegistry:
 
         The caller holds `_WARP_LOCK`.
         """
-        key = specialization, ()
-        if key not in self.shared_names:
-            self.shared_names[key] = self._compile_and_register(specialization, compile_handler)
-        return self.shared_names[key]
+        if specialization not in self.warp_names:
+            self.warp_names[specialization] = self._compile_and_register(specialization, compile_handler)
+        return self.warp_names[specialization]
 
     def _compile_and_register(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
         """Compile a handler, register it under an unused target name, and return the name.
@@ -939,7 +963,7 @@ class _TargetRegistry:
         compiled = compile_handler()
         with _REGISTRY_LOCK:
             _check_name_is_free(base_name, specialization)  # another thread may have taken it during the compilation
-            target_name, number = _choose_name(base_name)
+            target_name, number = _first_unused_name(base_name)
             if compiled is not None:
                 _register_with_xla(target_name, specialization.platform, compiled)
             _USED_TARGET_NAMES.add(target_name)
@@ -962,7 +986,7 @@ def _check_name_is_free(base_name: str, specialization: _Specialization) -> None
         )
 
 
-def _choose_name(base_name: str) -> tuple[str, int]:
+def _first_unused_name(base_name: str) -> tuple[str, int]:
     """Return the first of `<base name>`, `<base name>.2`, `<base name>.3`, ... that is unused, and its number."""
     target_name = base_name
     number = 1
@@ -985,23 +1009,17 @@ def _warn_of_many_compilations(label: str, number: int) -> None:
 _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
 
-def _hash(*parts: str) -> str:
-    """Return a hash of 96 bits that is equal in all processes."""
-    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """The target of a call, and the value of its attribute `launch`.  A batch has the same target.
+    """The target of a call, with the attribute `launch` of the custom call.  They do not depend on batch dimensions.
 
     A target must not refer to its wrapper.  JAX's caches hold targets under a weak reference to the wrapper.  A strong
     reference back would keep both forever.
     """
 
     name: str
-    # The integers that the handler reads, which depend on shapes and options; for Numba CUDA, a `_LaunchConfig`.
-    launch: tuple[int, ...] = ()
-    is_noop: bool = False  # whether the launch is empty for these shapes and options
+    launch: tuple[int, ...] = ()  # for Numba CUDA, the fields of a `_LaunchConfig`
+    is_noop: bool = False  # whether no thread runs, because the grid is empty
     platform: str = ""
     # Parts of error messages:
     title: str = ""  # the wrapper, such as "numba_kernel 'add'"
@@ -1012,10 +1030,10 @@ class _Target:
         return f"{self.name}{self.launch}"
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Prepare a call for a platform, and return the target that the lowered program calls.
+        """Return the target that a program lowered for this platform calls, registered and compiled.
 
-        A Numba kernel was registered when its call was traced, so this method returns `self`.  If there is a batch on a
-        GPU, the method compiles the kernel for a batch launch.  `_WarpTarget` records and registers a launch instead.
+        A Numba kernel was registered when its call was traced, so this is `self`.  If there is a batch on a GPU, the
+        kernel is now also compiled for a batch launch.  `_WarpTarget` overrides this method, and registers a target.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
@@ -1033,7 +1051,7 @@ class _Target:
 
 
 class _BatchLaunchUnsupported(Exception):
-    """The reason why a batch on a GPU needs one launch per slice."""
+    """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
 
 
 @contextlib.contextmanager
@@ -1042,8 +1060,9 @@ def _fall_back_to_per_slice(title: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # if a kernel cannot be compiled, Numba and Warp raise exceptions of many types
-        kind = "" if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: "
-        _LOG.debug("%s falls back to one launch per slice: %s%.1000s", title, kind, " ".join(str(error).split()))
+        reason = str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
+        one_line = " ".join(reason.split())
+        _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
 
 
 class export_checks:
@@ -5546,7 +5565,7 @@ def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
     numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
     packages = numba_cuda, _NUMBA_CUDA_MLIR
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
-        captured = [_cuda_package(value) for _, value in _all_captured_values(func)]
+        captured = [_cuda_package(value) for _, value in _captured_values_with_helpers(func)]
     captured_packages = [package for package in packages if package in captured]
     if len(captured_packages) == 1:
         return captured_packages[0]
