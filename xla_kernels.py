@@ -1109,21 +1109,32 @@ def _format_spec(spec: Any) -> str:
 
 
 def _flatten_specs(tree: Any) -> tuple[list, Any]:
-    """Return the specs of a pytree in JAX's order, and its structure."""
-    leaves, structure = jax.tree.flatten(tree, lambda x: hasattr(x, "aval") or _has_shape_and_dtype(x))
-    return [getattr(x, "aval", x) for x in leaves], structure  # arrays and symbolic values have an `aval`
+    """Return the leaves of a pytree of specs, in JAX's order, and its structure.
+
+    A leaf may be an array, a tracer or a symbolic zero.  Its spec is its abstract value.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return hasattr(x, "aval") or _has_shape_and_dtype(x)
+
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
+    return [getattr(x, "aval", x) for x in leaves], structure
 
 
 def _contains_dict(structure: Any) -> bool:
     """Return whether a pytree structure contains a mapping."""
-    node = structure.node_data()  # (type, ...); None for a leaf
-    return node is not None and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
+    node = structure.node_data()  # (type of the container, ...)
+    is_leaf = node is None
+    return not is_leaf and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
 
 
 def _check_has_layout(dtype: Any, subject: str) -> None:
     """Raise an error for a dtype of JAX that has no memory layout, such as the dtype of a random key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{subject} has the dtype {dtype}, which has no memory layout. Pass jax.random.key_data(key).")
+        raise TypeError(
+            f"{subject} must have a dtype of numbers; got {dtype}, which has no memory layout. Pass "
+            "jax.random.key_data(key)."
+        )
 
 
 def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
@@ -1132,8 +1143,8 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     Args:
       specs: the user's pytree of objects with `.shape` and `.dtype`.
       subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
-      ins: the specs of the inputs; None at construction, when inputs are unknown.  With inputs, dtypes are truncated to
-        32 bits if x64 is disabled, except a dtype that an input has, or that `jax_explicit_x64_dtypes` allows.
+      ins: the specs of the inputs.  If x64 is disabled, 64-bit dtypes are truncated, except a dtype that an input has.
+        Default: None, for a wrapper that is being created.  Its inputs are unknown, so nothing is truncated.
     """
     if specs is None:
         raise TypeError(
@@ -1149,7 +1160,7 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
 
 
 def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> Spec:
-    """Return one declared spec as a `ShapeDtypeStruct`; see `_normalize_specs`."""
+    """Return one declared spec as a `ShapeDtypeStruct`.  The arguments are those of `_normalize_specs`."""
     if not _has_shape_and_dtype(declared):
         raise TypeError(
             f"{subject} must be a spec with .shape and .dtype; got {declared!r} of type {type(declared).__name__}. "
@@ -1157,23 +1168,23 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
         )
     _check_has_layout(declared.dtype, subject)
     try:
-        shape = jax.core.ShapedArray(declared.shape, np.float32).shape  # Python ints, or symbolic sizes
+        # JAX converts the sizes to Python ints, or symbolic sizes.  The dtype has no effect.
+        shape = jax.core.ShapedArray(declared.shape, np.float32).shape
     except TypeError as error:
         raise _shape_error(subject, declared.shape) from error
     if any(isinstance(size, int) and size < 0 for size in shape):
-        raise ValueError(f"{subject} has a negative size in its shape {shape}. Sizes are at least 0.")
+        raise ValueError(f"{subject} must have sizes of at least 0. Its shape is {shape}. Write max(size, 0).")
     dtype = np.dtype(declared.dtype)
-    if ins is None:
+    if ins is None or any(x.dtype == dtype for x in ins) or jax.config.jax_explicit_x64_dtypes.name == "ALLOW":
         return Spec(shape, dtype)
-    is_allowed = jax.config.jax_explicit_x64_dtypes.name == "ALLOW" or any(x.dtype == dtype for x in ins)
-    allowed = dtype if is_allowed else jax.dtypes.canonicalize_dtype(dtype)  # truncates only if x64 is disabled
-    if allowed != dtype:
+    truncated = jax.dtypes.canonicalize_dtype(dtype)  # to 32 bits, if x64 is disabled
+    if truncated != dtype:
         warnings.warn(
-            f"{subject} declares {dtype}, which JAX truncates to {allowed}. Declare {allowed}, or set "
+            f"{subject} declares {dtype}, which JAX truncates to {truncated}. Declare {truncated}, or set "
             'jax.config.update("jax_enable_x64", True).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
-    return Spec(shape, allowed)
+    return Spec(shape, truncated)
 
 
 _FIXED_CAPACITY_ADVICE = (
@@ -1184,71 +1195,73 @@ _FIXED_CAPACITY_ADVICE = (
 
 def _shape_error(subject: str, shape: Any) -> TypeError:
     """Return the error for a shape that is not a tuple of ints."""
-    rule = f"{subject} must have a shape of ints"
+    rule = f"{subject} must have a shape of Python ints."
     for size in shape:
         if isinstance(size, jax.core.Tracer):
             return TypeError(
-                f"{rule}, which are known before the call. The size {size} is traced. Use a Python int: x.shape[0], or "
-                f"a static argument, jax.jit(f, static_argnames=...). {_FIXED_CAPACITY_ADVICE}"
+                f"{rule} The size {size} is traced, so it is unknown when JAX traces the call. Write x.shape[0], or "
+                f"make the size a static argument: jax.jit(f, static_argnames=...). {_FIXED_CAPACITY_ADVICE}"
             )
         if isinstance(size, (tuple, list)):
-            return TypeError(f"{rule}. {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
-    return TypeError(f"{rule}; got {shape}. Compute sizes with integers: x.size // 2, or int(n).")
+            return TypeError(f"{rule} {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
+    return TypeError(f"{rule} Got {shape}. Compute sizes with integers: x.size // 2, or int(n).")
 
 
 # -- 4.2 Options that are functions of the inputs ------------------------------------------------------
 
 
-def _call_with_specs(option: Callable, title: str, name: str, specs: Sequence, parameters: Sequence[str] = ()) -> Any:
-    """Call an option that is a function of the inputs' specs.
+def _call_with_specs(
+    function: Callable, title: str, option: str, specs: Sequence, parameters: Sequence[str] = ()
+) -> Any:
+    """Call the user's function of the inputs' specs, such as `outs=lambda x: x`.
 
     Args:
-      option: the user's function.
+      function: the user's function.
       title: the wrapper or op, for error messages.
-      name: the name of the option, for error messages.
+      option: the option whose value the function is, such as "outs".
       specs: the arguments: specs of the inputs, and for Warp also values.
       parameters: the names of all parameters of the kernel, if they are known.
     """
     try:
-        return option(*specs)
+        return function(*specs)
     except (AttributeError, IndexError, TypeError) as error:
-        problem = _arity_problem(option, name, len(specs), parameters) or _spec_problem(name, specs, error)
+        problem = _arity_problem(function, option, len(specs), parameters) or _spec_problem(option, specs, error)
         raise TypeError(f"{title}: {problem}") from error
 
 
-def _arity_problem(option: Callable, name: str, n_in: int, parameters: Sequence[str]) -> str:
+def _arity_problem(function: Callable, option: str, n_in: int, parameters: Sequence[str]) -> str:
     """Return the error text if a function does not take one argument per input; otherwise an empty string."""
     try:
-        signature = inspect.signature(option)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature
         return ""
-    try:
+    with contextlib.suppress(TypeError):
         signature.bind(*[None] * n_in)
-    except TypeError:
-        taken = list(signature.parameters)
-    else:
         return ""
-    names = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
-    passed = ", ".join(names)
-    new_option = f"{name}=lambda {passed}: ..."
-    problem = f"{name} must take all inputs. The call has the inputs ({passed}), but {name} takes ({', '.join(taken)})."
-    if n_in < len(taken):
+    taken = list(signature.parameters)
+    passed = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
+    problem = (
+        f"{option} must take all inputs. The call has the inputs ({', '.join(passed)}), but {option} takes "
+        f"({', '.join(taken)})."
+    )
+    fix = f"{option}=lambda {', '.join(passed)}: ..."
+    if len(taken) > n_in:
         missing = ", ".join(map(repr, taken[n_in:]))
-        return f"{problem} Pass {missing} to the call, or write {new_option}"
-    if n_in == len(parameters) and n_in > len(taken):
-        # The call passes an argument for each parameter of the kernel, so it probably passes the outputs, too.
-        extra = ", ".join(map(repr, names[len(taken) :]))
-        return f"{problem} If {extra} is an output, do not pass {extra}: it is returned. Otherwise write {new_option}"
-    return f"{problem} Write {new_option}"
+        return f"{problem} Pass {missing} to the call, or write {fix}"
+    passes_all_parameters = n_in == len(parameters)  # so the last arguments are probably outputs
+    if passes_all_parameters and len(taken) < n_in:
+        extra = ", ".join(map(repr, passed[len(taken) :]))
+        return f"{problem} If {extra} is an output, do not pass {extra}: it is returned. Otherwise write {fix}"
+    return f"{problem} Write {fix}"
 
 
-def _spec_problem(name: str, specs: Sequence, error: Exception) -> str:
+def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     """Return the error text for an exception in a function of the inputs' specs."""
     shown = ", ".join(map(_format_spec, specs))
-    raised = f"{name} of ({shown}) raised {type(error).__name__}: {error}. "
-    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
-    # If the error was raised inside ShapeDtypeStruct, the shape was not a tuple.
-    if frame.f_code is Spec.__init__.__code__:
+    raised = f"{option} of ({shown}) raised {type(error).__name__}: {error}. "
+    *_, (raising_frame, _) = traceback.walk_tb(error.__traceback__)
+    # If the constructor of ShapeDtypeStruct raised the error, the shape was not a tuple.
+    if raising_frame.f_code is Spec.__init__.__code__:
         return f"{raised}A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)."
     rule = f"{raised}Its arguments are specs with .shape and .dtype, and have no values."
     if isinstance(error, IndexError):
@@ -1261,19 +1274,25 @@ def _check_call_signature(
 ) -> None:
     """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
 
-    `params` are the names of arguments that are passed by name, and `advice` is the most likely fix.
+    Args:
+      signature: the signature of the user's function.
+      subject: the function, as the subject of the message.
+      args: the arguments by position: specs, or texts that describe them.
+      params: the names of the arguments by name.
+      advice: the most likely fix, if there is one.
     """
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
-        shown = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
+        passed = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
         fix = "Declare a parameter for each argument."
-        if str(error).startswith("missing"):
-            by_name = ", or pass them to op(...) by name" if not args else ""  # static parameters of an op
-            fix = f"Remove the parameters that are not passed{by_name}."
+        if str(error).startswith("missing"):  # "missing a required argument: 'x'"
+            fix = "Remove the parameters that are not passed."
+            if not args:  # a generator of an op, which gets the op's static parameters
+                fix = "Remove the parameters that are not passed, or pass them to op(...) by name."
         otherwise = f"{advice} Otherwise: " if advice else ""
         raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({shown}): {error}. {otherwise}{fix}"
+            f"{subject} takes {signature}, but this call passes ({passed}): {error}. {otherwise}{fix}"
         ) from None
 
 
@@ -1282,8 +1301,9 @@ def _check_call_signature(
 
 def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
     """Return the name of an input for error messages, such as "numba_kernel 'add': input 0 ('x')"."""
-    name = f" ({parameters[i]!r})" if i < len(parameters) else ""
-    return f"{title}: input {i}{name}" if title else f"input {i}"
+    parameter = f" ({parameters[i]!r})" if i < len(parameters) else ""
+    prefix = f"{title}: " if title else ""
+    return f"{prefix}input {i}{parameter}"
 
 
 def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
@@ -1294,8 +1314,8 @@ def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()
     return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
-# A cache of types known to be accepted by JAX, to which `_convert_input` adds.  A set lookup is quick.  np.ndarray is
-# never included, because the dtype of a NumPy array must be checked.
+# The types whose values JAX accepts unchanged, as far as they are known: `_convert_input` adds each new one.
+# np.ndarray is never included, because the dtype of a NumPy array must be checked.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
 # The dtypes of NumPy arrays that JAX accepts, in native byte order.  The fast path of a jitted function ignores the
 # byte order: after a call with a native array, it reads other byte orders as native (jax 0.12).
@@ -1304,45 +1324,46 @@ _PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
     """Return the inputs as values that JAX accepts, and whether one of them is traced."""
-    is_traced = False
     inputs = list(args)
     for i, x in enumerate(args):
         if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
             continue
-        if getattr(x, "__jax_array__", None):  # in jax 0.12, all tracers have this attribute, and in most it is None
-            x = inputs[i] = x.__jax_array__()
-        if isinstance(x, jax.core.Tracer) and not isinstance(x, jax.Ref):  # a traced Ref is a Tracer, too
-            is_traced = True
-        else:
-            variable = parameters[i] if i < len(parameters) else "x"
-            inputs[i] = _convert_input(x, _input_name(i, title, parameters), variable)
-    return inputs, is_traced
+        variable = parameters[i] if i < len(parameters) else "x"
+        inputs[i] = _convert_input(x, _input_name(i, title, parameters), variable)
+    return inputs, any(isinstance(x, jax.core.Tracer) for x in inputs)
 
 
 def _convert_input(x: Any, name: str, variable: str) -> Any:
-    """Return an input that is not traced as a value that JAX accepts.
-
-    An array of another library becomes a JAX array that shares its memory, or a copy if the array is strided.
+    """Return an input as a value that JAX accepts.
 
     Args:
       x: the input.
       name: its name for error messages; see `_input_name`.
       variable: the name of the variable in the suggested fix.
     """
-    if isinstance(x, jax.Ref):
-        raise TypeError(f"{name} is a jax.Ref. Pass its value, {variable}[...].")
+    if getattr(x, "__jax_array__", None):  # in jax 0.12, all tracers have this attribute, and in most it is None
+        x = x.__jax_array__()
+    if isinstance(x, jax.Ref):  # before the next check, because a traced Ref is also a Tracer
+        raise TypeError(f"{name} must be an array; got a jax.Ref. Pass its value, {variable}[...].")
+    if isinstance(x, jax.core.Tracer):
+        return x
     if isinstance(x, Spec):
-        raise TypeError(f"{name} is a ShapeDtypeStruct, which has no values. Pass an array, or use jax.eval_shape.")
+        raise TypeError(
+            f"{name} must be an array; got a ShapeDtypeStruct, which has no values. Pass an array, or write "
+            f"jax.eval_shape(f, {variable})."
+        )
     with contextlib.suppress(TypeError):
         jax.typeof(x)  # raises the error if JAX does not accept `x`
         if not isinstance(x, np.ndarray):
             _INPUT_TYPES.add(type(x))
         return x
     try:
-        return jax.dlpack.from_dlpack(x)
+        return jax.dlpack.from_dlpack(x)  # an array of another library; JAX shares its memory
     except Exception as error:
-        with contextlib.suppress(Exception):  # XLA rejects strided arrays, such as a column; PyTorch and Warp copy them
-            return jax.dlpack.from_dlpack(x.contiguous())
+        with contextlib.suppress(Exception):
+            # XLA rejects strided arrays, such as a column of a matrix.  PyTorch and Warp have this method.
+            contiguous_copy = x.contiguous()
+            return jax.dlpack.from_dlpack(contiguous_copy)
         shown = f"of dtype {x.dtype}" if _has_shape_and_dtype(x) else repr(x)
         raise TypeError(
             f"{name} must be a number or an array of numbers (of JAX, NumPy or a library with DLPack); got "
@@ -1351,7 +1372,7 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
 
 
 def _input_advice(x: Any, variable: str, error: Exception) -> str:
-    """Return the fix for an object that is not an input.  The error is the one of DLPack."""
+    """Return the fix for an object that cannot be an input.  `error` is the exception of `from_dlpack`."""
     if isinstance(x, (list, tuple)):
         return f"Convert it, jnp.array({variable}), or pass its elements one by one."
     if isinstance(x, Mapping):
@@ -1380,7 +1401,7 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # ======================================================================================================
 # 5. The primitive: one call of one target, its partitioning over a mesh, and the wrapper that binds it.
 #
-# A wrapper (5.4) finds the target of a call and binds the primitive `xla_kernel` (5.1) with it.
+# A wrapper (5.4) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behaviour of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_partitions_batch_without_communication)
 # - two incorrect passes of XLA (`_protect_results`; test_while_loop_kernel_not_hoisted)
@@ -1394,7 +1415,8 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 class _CallParams:
     """The parameter of the primitive: the buffers of one slice, the target, and the batch.
 
-    The primitive returns the outputs.  For XLA, the scratch buffers are results of the custom call, after the outputs.
+    The primitive returns the outputs.  The custom call, to which it is lowered, returns the outputs and the scratch
+    buffers.
     """
 
     ins: tuple[Spec, ...]
@@ -1424,10 +1446,11 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the results, and the effects."""
-    # The batch has the sharding of the operands that are not shared by all slices.  Shared ones have size 1
-    # (`_call_batching`).
-    axes_per_dim = [[x.sharding.spec[d] for x in ins if x.shape[d] != 1] for d in range(len(call.batch))]
-    partition = _batch_partition(axes_per_dim)
+    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
+    for d in range(len(call.batch)):
+        batched = [x for x in ins if x.shape[d] != 1]  # size 1: all slices share the operand (`_call_batching`)
+        operand_axes.append([x.sharding.spec[d] for x in batched])
+    partition = _batch_partition(operand_axes)
     avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in call.outs]
     if call.has_side_effect:
         return avals, _side_effect()
@@ -1458,8 +1481,8 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
     raise NotImplementedError(
-        f"{call.target.title} cannot be transposed. `grad` transposes it if the rule of a jax.custom_jvp calls it with "
-        "tangents. Use jax.custom_vjp, or the rules of an XLACustomKernel."
+        f"{call.target.title} has no transpose. `grad` transposes a kernel if the rule of a jax.custom_jvp calls it "
+        "with tangents. Use jax.custom_vjp instead of jax.custom_jvp, or XLACustomKernel.def_transpose_rule."
     )
 
 
@@ -1497,13 +1520,15 @@ def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, 
 def _lower_custom_call(
     ctx: Any, operands: Any, call: _CallParams, avals_in: Sequence, avals_out: Sequence, **attributes: Any
 ) -> Any:
-    """Return the outputs of the custom call, without scratch buffers.
+    """Write a custom call, and return its outputs, without the scratch buffers.
 
     Args:
-      ctx, operands: the context of the lowering rule, and its operands.
+      ctx: the context of the lowering rule.
+      operands: the operands of the custom call.
       call: the parameter of the primitive.
-      avals_in, avals_out: the abstract values of the operands, and of the outputs and scratch buffers.
-      attributes: more attributes of the custom call.
+      avals_in: the abstract values of the operands.
+      avals_out: the abstract values of the outputs and scratch buffers.
+      attributes: the attributes of the custom call besides `launch`.
     """
     platform, *_ = _lowering_platforms(ctx)  # only one: the rule is registered per platform
     target = call.target.prepare_lowering(platform, bool(call.batch))
@@ -1530,13 +1555,12 @@ def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals:
 
 
 def _protect_results(ctx: Any, results: Any, returns_tuple: bool) -> Any:
-    """Keep two incorrect passes of XLA away from the results of a custom call (jax 0.11.2 and 0.12).
+    """Put a barrier after a custom call if one of two incorrect passes of XLA may change it (jax 0.11.2 and 0.12).
 
-    - GPUs: a dynamic-slice fusion lets a custom call write directly into the array that a dynamic-update-slice updates,
-      even if the call reads this array.
-    - All platforms: loop-invariant code motion fails for a custom call that returns a tuple, if its outputs are the
-      whole state of a `while_loop`.  The pass mistakes the call for a `tuple` instruction, and its operands for the
-      tuple's elements.
+    - Dynamic-slice fusion on GPUs: a custom call writes its result directly into the array that a dynamic-update-slice
+      updates, even if the call reads this array.
+    - Loop-invariant code motion on all platforms: it mistakes a custom call that returns a tuple for a `tuple`
+      instruction, and the operands for the elements, if the results are the whole state of a `while_loop`.
     """
     if returns_tuple or "cuda" in _lowering_platforms(ctx):
         return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
@@ -1544,7 +1568,7 @@ def _protect_results(ctx: Any, results: Any, returns_tuple: bool) -> Any:
 
 
 def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[int]) -> Any:
-    """Pass the values with these indices through an optimization barrier: XLA moves and fuses no code across it."""
+    """Pass the values with these indices through optimization barriers, across which XLA moves and fuses nothing."""
 
     def with_barriers(*values: Any) -> list:
         return [jax.lax.optimization_barrier(x) if k in indices else x for k, x in enumerate(values)]
@@ -1581,42 +1605,36 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 
 
 # -- 5.2 Partitioning a batch over a mesh --------------------------------------------------------------
-# Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  The partitioner for
-# batches (custom_call_batch_partitioner.cc) partitions the first `num_batch_dims` dimensions of each operand with more
-# than `num_batch_dims` dimensions.  It replicates the other operands.  So the ranks decide which operands are
-# partitioned.
+# Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  For that, operands
+# and results of the custom call have these shapes, where `p` is the number of batch dimensions that are partitioned:
 #
-# So `num_batch_dims` must be at least the rank of every replicated operand, and less than the rank of every partitioned
-# one.  For that, we insert dimensions of size 1 into the batch of the partitioned operands:
+#     partitioned:  [*batch[:p], 1, ..., 1, *batch[p:], *slice_shape]
+#     replicated:   slice_shape
 #
-#     n_partitioned        the number of batch dimensions that are partitioned
-#     max_rank             the largest rank of an operand, without the batch
-#     n_ones               max_rank + 1: the number of inserted dimensions
-#     num_batch_dims       n_partitioned + max_rank
-#     partitioned operand  (*batch[:n_partitioned], *[1] * n_ones, *batch[n_partitioned:], *slice_shape)
-#                          has rank > num_batch_dims
-#     replicated operand   slice_shape
-#                          has rank <= num_batch_dims
+# For example, eight slices of x share w, on four devices (p = 1):
 #
-# `n_ones` is not just `max_rank`, because a slice may be 0-d, and even then the rank must exceed `num_batch_dims`.
-# For example, with eight slices of x and a common w, on four devices (n_partitioned = 1, max_rank = 2, n_ones = 3,
-# num_batch_dims = 3):
+#                              one slice    primitive    custom call    on each device
+#     x        partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
+#     w        replicated      [6,6]        [1,6,6]      [6,6]          [6,6]
+#     result   partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
 #
-#                one slice    primitive    custom call    on each device
-#       x        [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
-#       w        [6,6]        [1,6,6]      [6,6]          [6,6]
-#       result   [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
+# The inserted ones are necessary because XLA decides by ranks (custom_call_batch_partitioner.cc).  If the rank of an
+# operand is greater than the attribute `num_batch_dims`, XLA partitions the first `num_batch_dims` dimensions.
+# Otherwise it replicates the operand.  With r as the largest rank of a slice among the operands (2 in the example),
+# there are r + 1 ones, and `num_batch_dims` is p + r.  So the rank of a replicated operand, at most r, is not greater.
+# The rank of a partitioned operand, at least p + r + 1, is greater, even if its slice is 0-d.
 #
-# - If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.
-# - The leading dimensions of the batch are partitioned, as long as each size is a multiple of the number of devices.
-#   Otherwise XLA pads the batch, and if the kernel raises an error on the padding, the other devices wait forever.
-#   A size that only some mesh axes divide is not enough, because XLA may partition it over more axes, with padding: on
-#   8 devices, `x[:4]` stays partitioned over all 8.
-# - The dimensions of a slice are gathered.  Only `jax.shard_map` partitions them.
+# If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.  The
+# dimensions of a slice are never partitioned: XLA gathers them.
 
 
 def _num_partitioned_dims(ctx: Any, call: _CallParams, avals_out: Sequence, n_devices: int) -> int:
-    """Return the number of leading batch dimensions that XLA may partition over the devices."""
+    """Return the number of leading batch dimensions that XLA may partition.
+
+    These are the first dimensions whose sizes are multiples of the number of devices.  XLA would pad other sizes.  If
+    the kernel raises an error on the padding, the other devices wait forever.  A size that only some of the mesh axes
+    divide is not enough, because XLA may partition it over more axes: on 8 devices, `x[:4]` stays partitioned over all.
+    """
     arrays = (*ctx.avals_in, *avals_out)
     has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)  # Shardy's rule needs them
     if n_devices == 1 or not avals_out or not has_known_sizes:
@@ -1625,36 +1643,35 @@ def _num_partitioned_dims(ctx: Any, call: _CallParams, avals_out: Sequence, n_de
 
 
 def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, avals_out: Sequence, n_partitioned: int) -> Any:
-    """Return the outputs of a custom call whose first `n_partitioned` batch dimensions XLA may partition."""
+    """Write a custom call whose first `n_partitioned` batch dimensions XLA may partition, and return its outputs."""
     batch = call.batch
     depth = len(batch)
-    replicated_mask = _replicated_operands(ctx.avals_in, depth)
-    max_rank = max(len(x.shape) for x in ctx.avals_in) - depth
-    n_ones = max_rank + 1
-    leading = (*batch[:n_partitioned], *[1] * n_ones, *batch[n_partitioned:])
+    is_replicated = _replicated_operands(ctx.avals_in, depth)
+    max_slice_rank = max(len(x.shape) for x in ctx.avals_in) - depth
+    ones = [1] * (max_slice_rank + 1)
 
-    def reshaped_aval(x: Any, is_replicated: bool = False) -> Any:
-        slice_shape = x.shape[depth:]
-        return jax.core.ShapedArray(slice_shape if is_replicated else (*leading, *slice_shape), x.dtype)
+    def reshaped_aval(x: Any, replicated: bool = False) -> Any:
+        shape = x.shape[depth:]
+        if not replicated:
+            shape = (*batch[:n_partitioned], *ones, *batch[n_partitioned:], *shape)
+        return jax.core.ShapedArray(shape, x.dtype)
 
-    reshaped_in = list(map(reshaped_aval, ctx.avals_in, replicated_mask))
+    reshaped_in = list(map(reshaped_aval, ctx.avals_in, is_replicated))
     reshaped_out = list(map(reshaped_aval, avals_out))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, is_replicated in zip(operands, reshaped_in, replicated_mask):
-            if not is_replicated:
-                x = jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
-            reshaped.append(jax.lax.reshape(x, aval.shape))
+        for x, aval, replicated in zip(operands, reshaped_in, is_replicated):
+            full = x if replicated else jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
+            reshaped.append(jax.lax.reshape(full, aval.shape))
         return reshaped
 
     def reshape_results(*results: Any) -> list:
         return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
 
-    n_common = n_partitioned + n_ones
     attributes = {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_rank)}),
-        "sdy.sharding_rule": _sharding_rule(reshaped_in, replicated_mask, reshaped_out, n_common),
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_slice_rank)}),
+        "sdy.sharding_rule": _sharding_rule(reshaped_in, is_replicated, reshaped_out, n_partitioned + len(ones)),
     }
     operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_in)
     results = _lower_custom_call(ctx, operands, call, reshaped_in, reshaped_out, **attributes)
@@ -1664,44 +1681,45 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, avals_ou
 def _replicated_operands(avals_in: Sequence, depth: int) -> list[bool]:
     """Return for each operand whether it is replicated, because all slices share it.
 
-    There is one exception.  If a shared operand follows a batched one, XLA uses the sharding of operand 0 for all
-    operands (FindCommonSharding).  So operand 0 must then be partitioned, even if it is shared.  For example, if x is
-    batched, and v and w are shared:
+    Operand 0 may be an exception.  If a shared operand follows a batched one, XLA uses the sharding of operand 0 for
+    all operands (FindCommonSharding).  Then operand 0 must be partitioned, even if all slices share it.  For example,
+    all slices share v and w, but not x:
 
         operands (v, x)       v is replicated
         operands (x, w)       w is replicated
         operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
-    replicated_mask = [all(size == 1 for size in x.shape[:depth]) for x in avals_in]
-    first_batched = replicated_mask.index(False)  # one exists: a partitioned batch dimension has a size > 1
-    if any(replicated_mask[first_batched:]):
-        replicated_mask[0] = False
-    return replicated_mask
+    is_shared = [all(size == 1 for size in x.shape[:depth]) for x in avals_in]
+    first_batched = is_shared.index(False)  # one exists: a partitioned batch dimension has a size > 1
+    if any(is_shared[first_batched:]):
+        return [False, *is_shared[1:]]
+    return is_shared
 
 
-def _sharding_rule(avals_in: Sequence, replicated_mask: Sequence[bool], avals_out: Sequence, n_common: int) -> Any:
+def _sharding_rule(avals_in: Sequence, is_replicated: Sequence[bool], avals_out: Sequence, n_shared: int) -> Any:
     """Return Shardy's sharding rule of a call.
 
     A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
-    sharding.  The first `n_common` dimensions of all partitioned arrays share factors.  Each other dimension has a
-    factor of its own, because XLA gathers it.  In the example above, with the operands (x, w) and `n_common` = 4:
+    sharding.  The first `n_shared` dimensions of all partitioned arrays share factors: the partitioned batch
+    dimensions, and the ones.  Each other dimension has a factor of its own, because XLA gathers it.  In the example
+    above, with `n_shared` = 4, the rule of the operands (x, w) is:
 
         ([i,j,k,l,m], [n,o]) -> ([i,j,k,l,p])    with i=8, j=k=l=1, m=n=o=p=6
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
-    factor_sizes = list(avals_out[0].shape[:n_common])  # `assign_factors` appends to it
+    factor_sizes = list(avals_out[0].shape[:n_shared])  # `assign_factors` appends to it
 
-    def assign_factors(x: Any, is_replicated: bool = False) -> Any:
-        n_shared_factors = 0 if is_replicated else n_common
+    def assign_factors(x: Any, replicated: bool = False) -> Any:
+        n_shared_factors = 0 if replicated else n_shared
         own_sizes = x.shape[n_shared_factors:]
         own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
         factor_sizes.extend(own_sizes)
         dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared_factors), *own_factors)]
         return sdy.TensorMappingAttr.get(dims)
 
-    operand_factors = [assign_factors(x, is_replicated) for x, is_replicated in zip(avals_in, replicated_mask)]
-    result_factors = [assign_factors(x) for x in avals_out]
+    operand_factors = list(map(assign_factors, avals_in, is_replicated))
+    result_factors = list(map(assign_factors, avals_out))
     return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
 
@@ -1720,15 +1738,15 @@ def _parameter_names(kernel: Any) -> tuple[str, ...]:
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     """Return the `__signature__` of a wrapper, which tells `jax.custom_vjp` the order of arguments passed by name.
 
-    Its parameters are the first ones of the kernel, one for each parameter of `outs`.  If `outs` is not a function of
+    For `kernel(x, y, out)` and `outs=lambda a, b: a`, the signature is `(x, y)`.  If `outs` is not a function of
     required positional parameters, the number of inputs is unknown, and the signature is `(*args)`.
     """
     with contextlib.suppress(TypeError, ValueError):
-        taken_by_outs = inspect.signature(outs).parameters.values()
-        has_only_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in taken_by_outs)
-        if has_only_inputs and len(taken_by_outs) <= len(parameters):
-            names = parameters[: len(taken_by_outs)]
-            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, taken_by_outs)])
+        outs_parameters = inspect.signature(outs).parameters.values()
+        are_inputs = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in outs_parameters)
+        if are_inputs and len(outs_parameters) <= len(parameters):
+            names = parameters[: len(outs_parameters)]
+            return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, outs_parameters)])
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
@@ -1742,16 +1760,7 @@ def _decorated_backend(kernel: Any) -> str | None:
     return None
 
 
-def _unsupported_kernel_error(title: str, takes: str, kernel: Any) -> TypeError:
-    """Return the error for an object that a public function does not take as a kernel."""
-    backend = _decorated_backend(kernel)
-    type_name = type(kernel).__name__
-    advice = f"Use {backend}_kernel." if backend else _KERNEL_TYPE_ADVICE.get(type_name, "")
-    advice = advice.format(name=getattr(kernel, "__name__", "f"))
-    return TypeError(f"{title} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
-
-
-_KERNEL_TYPE_ADVICE = {  # by the name of a type
+_KERNEL_TYPE_ADVICE = {  # {name of a type that is not a kernel: fix}
     "partial": "Write a function that calls it, and keep constants in variables of its closure.",
     "method": "Write a function outside of the class. Pass arrays of `self` as inputs, and keep constants in variables "
     "of its closure.",
@@ -1761,6 +1770,15 @@ _KERNEL_TYPE_ADVICE = {  # by the name of a type
     "builtin_function_or_method": "Call it in a function: lambda x: {name}(x).",
     "PjitFunction": "JAX calls kernels, and kernels cannot call JAX. Write a Python function, with np. for jnp.",
 }
+
+
+def _unsupported_kernel_error(title: str, takes: str, kernel: Any) -> TypeError:
+    """Return the error for an object that a public function does not take as a kernel."""
+    backend = _decorated_backend(kernel)
+    type_name = type(kernel).__name__
+    advice = f"Use {backend}_kernel." if backend else _KERNEL_TYPE_ADVICE.get(type_name, "")
+    advice = advice.format(name=getattr(kernel, "__name__", "f"))
+    return TypeError(f"{title} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
 
 
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
@@ -1779,11 +1797,14 @@ class _Options:
     # Not every public function has the following options.
     in_out_argnames: Any = None
     scalars: Any = False  # names of parameters; True: all 0-d inputs
-    name: str | None = None
+    name: str | None = None  # part of the target name, for exported programs
 
     def __post_init__(self) -> None:
         if self.vmap_method not in _VMAP_METHODS:
-            raise ValueError(f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}.")
+            raise ValueError(
+                f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}. To run the elements of a batch "
+                'in order, on one thread, write vmap_method="sequential". Otherwise omit it.'
+            )
         if not callable(self.outs) or isinstance(self.outs, type):  # a class, such as jnp.float32, is a mistake
             _normalize_specs(self.outs, "outs")
         self.scratch = () if self.scratch is None else self.scratch
@@ -1801,11 +1822,11 @@ class _Options:
     @property
     def in_order(self) -> bool:
         """Return whether the slices of a batch must run one after another, on one thread."""
-        return str(self.vmap_method).startswith("sequential")
+        return self.vmap_method in ("sequential", "sequential_unrolled")
 
 
 def _as_names(names: Any) -> Collection:
-    """Return the parameter names given to an option, as a list, whose order `_Wrapper` checks, or as a set."""
+    """Return the parameter names given to an option as a list.  Keep a set, which has no order that could be wrong."""
     if names is None:
         return []
     if isinstance(names, (set, frozenset)):
@@ -1831,10 +1852,10 @@ class _BoundedCache(dict):
 
 
 class _PickledByReference:
-    """An object that is pickled by reference, as top-level functions are, if an importable module holds it.
+    """An object that is pickled by reference, as top-level functions are, if a variable of a module holds it.
 
-    The reference is the name of a module and a variable.  The variable may have any name, so `__reduce__` looks for it
-    in the imported modules.  Subclasses may override `_reduce_without_module`.  Copies are the same object.
+    The reference consists of the names of the module and the variable.  The variable may have any name, so `__reduce__`
+    looks for it in all imported modules.  A copy of the object is the object itself.
     """
 
     title: str  # for errors
@@ -1845,13 +1866,12 @@ class _PickledByReference:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        # `__main__` is only a fallback, because an unrelated process has another one.  `builtins._` is the last result
-        # at the prompt.
+        # Not `__main__`, because an unrelated process has another one.  `builtins._` is the last result at the prompt.
         importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
-        return self._reduce_to_variable(importable) or self._reduce_without_module()
+        return self._reference_from(importable) or self._reduce_without_module()
 
-    def _reduce_to_variable(self, module_names: Iterable[str]) -> tuple:
-        """Return the reduced value for the first variable that holds this object, or an empty tuple."""
+    def _reference_from(self, module_names: Iterable[str]) -> tuple:
+        """Return a reference to the first variable of these modules that holds this object, or an empty tuple."""
         for module_name in module_names:
             for variable, value in list(getattr(sys.modules.get(module_name), "__dict__", {}).items()):
                 if value is self:
@@ -1859,15 +1879,15 @@ class _PickledByReference:
         return ()
 
     def _reduce_without_module(self) -> tuple:
-        """Fallback if only `__main__`, or no module, holds the object.
+        """Return the value of `__reduce__` if no importable module holds the object.  (hook)
 
-        Return a reference to a variable of `__main__`, because the processes of a pool have the same main module.
+        It is a reference to a variable of `__main__`, because the processes of a pool have the same main module.
         """
-        if reduced := self._reduce_to_variable(["__main__"]):
-            return reduced
+        if reference := self._reference_from(["__main__"]):
+            return reference
         raise pickle.PicklingError(
-            f"{self.title} is pickled by reference, as functions are, but no variable of a module holds it. Keep it in "
-            "a variable of a module that the other process can import."
+            f"{self.title} is pickled by reference, as functions are, but no variable of a module holds it. Assign it "
+            "to a variable at the top level of a module that the other process can import."
         )
 
 
@@ -1884,20 +1904,23 @@ def _loaded(data: bytes) -> Any:
 class _Wrapper(_PickledByReference):
     """A kernel as a JAX function.
 
-    A call passes through these methods.  Backends define the method marked "abstract", and may override those marked
-    "hook".
+    For example, `f = numba_kernel(add, outs=lambda x, y: x)` is called with two arrays of float32[3].  Each method
+    calls the indented ones below it:
 
-        __call__(*args, **kwargs)           orders the arguments                      hook (Warp: arguments by value)
-          _call_inputs(args)                converts them to values that JAX accepts
-            jax.jit                         calls _trace once per combination of shapes and dtypes
-              _trace(*args)                 evaluates `outs`, and returns a pytree of results
-                _flat_results(...)          returns a list of results                 hook (Warp: derivatives)
-                  _resolve_call(ins, outs)  resolves aliases and scratch buffers
-                    _find_target(call)      checks, compiles and registers            abstract
-                  _CallParams.bind(args)    binds the primitive
+        __call__(x, y=y)                      puts the arguments in order: (x, y)
+          _call_by_position((x, y))           converts arguments that JAX does not accept, such as arrays of PyTorch
+            jax.jit(...)                      calls `_traced_call` once per combination of shapes and dtypes
+              _traced_call(x, y)              evaluates `outs`: ins = [float32[3], float32[3]], outs = [float32[3]]
+                _bind_call(ins, outs, x, y)   returns [result]
+                  _call_params(ins, outs)     adds scratch buffers, aliases and the target: _CallParams(ins, outs, ...)
+                    _find_target(call)        returns the target.  If it is new, compiles and registers the kernel
+                  _CallParams.bind([x, y])    binds the primitive
 
-    If an input is traced already, `_call_inputs` calls `_trace` directly, so that the call becomes a part of the
-    caller's program.
+    If an argument is traced already, `_call_by_position` calls `_traced_call` without `jax.jit`.  Then the call is a
+    part of the caller's program.
+
+    Each backend defines `_find_target`, and some override the methods with "(hook)" in their docstrings.
+    `_WarpKernel.__call__` first separates the arguments by value from the arrays.
 
     If no importable module holds a wrapper, its pickle contains the kernel's code and the options.
     """
@@ -1917,7 +1940,7 @@ class _Wrapper(_PickledByReference):
         self.parameters = _parameter_names(kernel) if parameters is None else parameters
         self.all_parameters: Sequence[str] = self.parameters  # Warp: also the parameters with arguments by value
         self._copy_metadata(kernel)
-        self.title = f"{self.decorator} {self.__name__!r}"  # for errors
+        self.title = f"{self.decorator} {self.__name__!r}"  # for errors, such as "numba_kernel 'add'"
         if self.parameters[:1] == ("self",):
             raise TypeError(f"{self.title} is a method, and `self` is not an array. {_KERNEL_TYPE_ADVICE['method']}")
         self.__signature__ = _input_signature(self.parameters, options.outs)
@@ -1932,11 +1955,11 @@ class _Wrapper(_PickledByReference):
                 "order."
             )
 
-        def traced(*args: Any) -> Any:
-            return self._trace(*args)
+        def traced_call(*args: Any) -> Any:
+            return self._traced_call(*args)
 
-        traced.__name__ = traced.__qualname__ = self.__name__  # this name appears in jaxprs and profiles
-        self._jitted = jax.jit(traced)
+        traced_call.__name__ = traced_call.__qualname__ = self.__name__  # this name appears in jaxprs and profiles
+        self._jitted = jax.jit(traced_call)
 
     def _copy_metadata(self, kernel: Any) -> None:
         """Copy the kernel's name and docstring, as `functools.wraps` does, but not its annotations.
@@ -1953,7 +1976,7 @@ class _Wrapper(_PickledByReference):
         return f"<{self.decorator} {self.__name__}>"
 
     def _reduce_without_module(self) -> tuple:
-        """Fallback: pickle the wrapper by value.  (hook: Warp kernels are only pickled by reference)"""
+        """Pickle the wrapper by value: its kernel and options.  (hook)"""
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
         return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
 
@@ -1962,13 +1985,13 @@ class _Wrapper(_PickledByReference):
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
             args = tuple(self._bind_arguments(args, named).values())
-        return self._call_inputs(args)
+        return self._call_by_position(args)
 
-    def _call_inputs(self, args: Sequence) -> Any:
+    def _call_by_position(self, args: Sequence) -> Any:
         if _INPUT_TYPES.issuperset(map(type, args)):
             return self._jitted(*args)
         args, is_traced = _convert_inputs(args, self.title, self.parameters)
-        return self._trace(*args) if is_traced else self._jitted(*args)
+        return self._traced_call(*args) if is_traced else self._jitted(*args)
 
     def _bind_arguments(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, in the order of the kernel's parameters."""
@@ -1977,13 +2000,13 @@ class _Wrapper(_PickledByReference):
         arguments = dict(zip(names, args), **named)
         has_wrong_count = len(arguments) != n  # too many, or a name that is also passed by position
         if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
-            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name. Pass each once")
+            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name. Pass each once.")
         return {name: arguments[name] for name in names}
 
     def _wrong_arity(self, problem: str) -> TypeError:
         """Return the error for a call with wrong arguments."""
         if not self.parameters:
-            return TypeError(f"{self.title} takes its inputs by position only; {problem}.")
+            return TypeError(f"{self.title} takes its inputs by position only; {problem}")
         return TypeError(f"{self.title} takes the parameters ({', '.join(self.parameters)}), inputs first; {problem}")
 
     def _check_names(self, option: str, names: Collection[str]) -> None:
@@ -1998,53 +2021,53 @@ class _Wrapper(_PickledByReference):
 
     # -- from inputs to the primitive ------------------------------------------------------------------
 
-    def _trace(self, *args: Any) -> Any:
+    def _traced_call(self, *args: Any) -> Any:
         ins = _input_specs(args, self.title, self.parameters)
         outs, tree = self._declared_specs("outs", ins)
-        return tree.unflatten(self._flat_results(ins, outs, *args))
+        return tree.unflatten(self._bind_call(ins, outs, *args))
 
-    def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
-        """Return the results of the call as a list.  (hook)"""
-        return self._resolve_call(ins, outs).bind(args)
+    def _bind_call(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        """Bind the primitive, and return the list of results.  (hook: derivatives, and memory of the host)"""
+        return self._call_params(ins, outs).bind(args)
 
-    def _resolve_call(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
-        """Return the call for these inputs and declared outputs, with its target."""
+    def _call_params(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
+        """Return the parameter of the primitive, including the target, for these inputs and declared outputs."""
         scratch, _ = self._declared_specs("scratch", ins)
         aliases = self._resolve_aliases(ins, outs)
         for i in self._inputs_to_copy(len(ins)):
             if i not in aliases:
                 aliases[i] = len(outs) + len(scratch)
-                scratch.append(ins[i])  # a copy of the input, by XLA
-        new_buffers = [j for j in range(len(outs) + len(scratch)) if j not in aliases.values()]
+                scratch.append(ins[i])  # starts with the value of the input, so XLA copies the input
+        new_buffers = tuple(j for j in range(len(outs) + len(scratch)) if j not in aliases.values())
         call = _CallParams(
             ins=tuple(ins),
             outs=tuple(outs),
             scratch=tuple(scratch),
             aliases=tuple(sorted(aliases.items())),
-            zeroed=() if self.options.zero_outputs is False else tuple(new_buffers),
+            zeroed=() if self.options.zero_outputs is False else new_buffers,
             has_side_effect=self.options.has_side_effect,
         )
         self._check_in_out_parameters(call)
         return dataclasses.replace(call, target=self._find_target(call))
 
     def _inputs_to_copy(self, n_in: int) -> list[int]:
-        """Return the inputs of which the kernel gets a copy, because it may store to them.  (hook: Warp)"""
+        """Return the inputs of which the kernel gets a copy, because it may store to them.  (hook)"""
         return []
 
     def _find_target(self, call: _CallParams) -> _Target:
-        """Check the dtypes and parameters of a call, and return its target.  (abstract)
+        """Check the dtypes and parameters of a call, and return its target.
 
-        If JAX has a device on which the kernel runs, compile it here, so that errors are raised in the user's call.
+        If JAX has a device on which the kernel runs, compile it here, so that the user's call raises the errors.
         """
         raise NotImplementedError
 
     def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], why_not: str) -> None:
         """Raise an error if a buffer has a dtype that the backend does not have."""
-        for kind, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
+        for role, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
                     raise TypeError(
-                        f"{self.title}: {kind} {i} is {_format_spec(spec)}, a dtype {why_not}. Cast it, and cast the "
+                        f"{self.title}: {role} {i} is {_format_spec(spec)}, a dtype {why_not}. Cast it, and cast the "
                         "result back: f(x.astype(jnp.float32)).astype(x.dtype)"
                     )
 
@@ -2055,27 +2078,25 @@ class _Wrapper(_PickledByReference):
         n_values = len(self.all_parameters) - len(self.parameters)
         return self.all_parameters[: len(ins) + n_values]
 
-    def _option_value(self, name: str, ins: Sequence) -> Any:
-        """Return the value of an option that may be a function of the inputs.  (hook)"""
-        option = getattr(self.options, name)
-        if not callable(option):
-            return option
-        return _call_with_specs(option, self.title, name, ins, self.all_parameters)
+    def _option_value(self, option: str, ins: Sequence) -> Any:
+        """Return the value of an option.  If it is a function, call it with the specs of the inputs.  (hook)"""
+        value = getattr(self.options, option)
+        return _call_with_specs(value, self.title, option, ins, self.all_parameters) if callable(value) else value
 
-    def _declared_specs(self, name: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
+    def _declared_specs(self, option: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
         """Return the specs that `outs` or `scratch` declares for these inputs, and their structure."""
-        specs, tree = _normalize_specs(self._option_value(name, ins), f"{self.title}: {name}", ins)
+        specs, tree = _normalize_specs(self._option_value(option, ins), f"{self.title}: {option}", ins)
         if _contains_dict(tree):
             raise TypeError(
-                f"{self.title}: {name} must not contain a dict, because JAX sorts the keys, and a kernel takes outputs "
-                "in order. Use a tuple, or a NamedTuple."
+                f"{self.title}: {option} must not contain a dict, because JAX sorts the keys, and a kernel takes "
+                f"outputs in order. Got {tree}. Use a tuple, {option}=(spec, ...), or a NamedTuple."
             )
-        if name == "outs" and not specs and not self.options.has_side_effect:
+        if option == "outs" and not specs and not self.options.has_side_effect:
             raise ValueError(f"{self.title} has no outputs, so JAX would never run it. Pass has_side_effect=True.")
         return specs, tree
 
     def _resolve_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
-        """Return {input: output that starts with its value} for in-out arguments and the user's aliases, checked."""
+        """Return {input: the output aliased to it} for the in-out arguments and `input_output_aliases`, checked."""
         aliases: dict[int, int] = {}
         for j, name in enumerate(self.in_outs):
             i = self._input_index(name, len(ins))
@@ -2090,7 +2111,7 @@ class _Wrapper(_PickledByReference):
         return aliases
 
     def _input_index(self, key: int | str, n_in: int) -> int:
-        """Return the index of the input that an alias names by its index or name.  (hook)"""
+        """Return the index of an aliased input, whose key in the options is its index or its name.  (hook)"""
         if not isinstance(key, str):
             return key
         names = self.parameters[:n_in]
@@ -2104,30 +2125,27 @@ class _Wrapper(_PickledByReference):
         return names.index(key)
 
     def _check_in_out_spec(self, name: str, i: int, j: int, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
-        """Raise an error if output j does not have the spec of input i, which is an in-out argument."""
+        """Raise an error if output j does not have the spec of input i, which is the in-out argument `name`."""
         declared = outs[j] if j < len(outs) else None
         if ins[i] == declared:
             return
         shown = "missing" if declared is None else _format_spec(declared)
         arguments = ", ".join(self._argument_names(ins))
-        results = list(self.in_outs)
-        if len(outs) > len(results):
-            results.append("...")
-        new_outs = results[0] if len(results) == 1 else f"({', '.join(results)})"
+        results = ", ".join([*self.in_outs, "..."] if len(outs) > len(self.in_outs) else self.in_outs)
+        new_outs = f"({results})" if "," in results else results
         raise ValueError(
             f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is "
-            f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: "
-            f"{new_outs}."
+            f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: {new_outs}."
         )
 
     def _check_in_out_parameters(self, call: _CallParams) -> None:
         """Raise an error if the kernel declares a separate output parameter for an in-out argument.
 
-        A correct kernel has one parameter for an in-out argument, which is an input and an output.  If a kernel has a
-        parameter for each input and each output, it probably repeats the in-out arguments.
+        With in_out_argnames=["state"], `kernel(state, state_out)` is a mistake.  It has as many parameters as the call
+        has buffers, while `kernel(state)` has one less.
         """
         n_in = len(call.ins)
-        extra = self.parameters[n_in:][: len(self.in_outs)]
+        extra = self.parameters[n_in : n_in + len(self.in_outs)]
         if not extra or len(self.parameters) != len(call.buffers):
             return
         parameters = inspect.signature(_py_func(self.kernel)).parameters
@@ -2142,18 +2160,18 @@ class _Wrapper(_PickledByReference):
 
 
 def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
-    """Return the error text if output j cannot start with the value of input i; otherwise an empty string."""
+    """Return the error text if output j cannot be aliased to input i; otherwise an empty string."""
     if i not in range(len(ins)):
-        return f"there is no input {i!r}. The inputs are {_numbered_specs(ins)}."
+        return f"there is no input {i!r}. The inputs are {_numbered_specs(ins)}. Use one of these indices."
     if j not in range(len(outs)):
-        return f"there is no output {j!r}. The outputs are {_numbered_specs(outs)}."
+        return f"there is no output {j!r}. The outputs are {_numbered_specs(outs)}. Use one of these indices."
     if i in aliases:
-        return f"an input can start one output only, and input {i} starts output {aliases[i]}. Remove one."
+        return f"an input is aliased to one output only. Input {i} is aliased to output {aliases[i]}. Remove an alias."
     if j in aliases.values():
-        return f"an output can start from one input only, and output {j} has one already. Remove one."
+        return f"an output is aliased to one input only. Output {j} is aliased to another input. Remove an alias."
     if ins[i] != outs[j]:
         return (
-            "an output that starts from an input has the same shape and dtype. Input "
+            "an output has the shape and dtype of the input that it is aliased to. Input "
             f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
         )
     return ""
@@ -2221,11 +2239,12 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # the kernel.  If all slices share a buffer, its batch dimensions either have size 1 and broadcast, or are absent (5.2).
 # Three C functions run a call:
 #
-#     handler(frame)                      prepares the outputs.  Without a batch, it calls `inner_loop` for one slice.
-#         run_batch(frame, ...)           splits a batch into inner loops, and chooses the threads that run them (6.4)
-#             inner_loop(frame, buffers, count)     calls the kernel for `count` consecutive slices.  Each buffer has a
-#                                                   pointer to its first slice and a step to the next one, as in the
-#                                                   inner loops of NumPy's ufuncs.
+#     handler(frame)                            prepares the outputs
+#         run_batch(frame, ...)                 splits a batch into inner loops, and chooses their threads (6.4)
+#             inner_loop(frame, buffers, ...)   calls the kernel for `count` consecutive slices
+#
+# Without a batch, `handler` calls `inner_loop` for one slice.  In an inner loop, each buffer has a pointer to its first
+# slice and a step to the next one, as in the inner loops of NumPy's ufuncs.
 #
 # `_HandlerBuilder` (6.5) generates `handler` and `inner_loop` of a signature.  The emitter of a backend (6.1) writes
 # the part of `inner_loop` that runs one slice.  `run_batch` is the batch scheduler, compiled once per process.
@@ -2237,13 +2256,12 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # - Lifetimes.  The frame and the buffers live until `handler` returns.  Loaded machine code lives forever (3.3).
 # - Errors.  An XLA_FFI_Error* belongs to the function that receives it, which returns it or destroys it.
 #
-# Relies on sections 2 and 3, on 9.3 for GPUs, on Numba, llvmlite and the C API of CPython.
-# Undocumented behaviour of XLA, Numba and the C library that this section depends on:
-# - XLA's threads (test_vmap_slices_parallel_unless_sequential), and where XLA loses an alias
-#   (test_aliased_output_initialized_without_xla_alias)
-# - Numba's `cgutils`, and the CPU for which it compiles (`magic_tuple`): all tests of kernels
-# - glibc's default floating-point environment (`_FE_DFL_ENV`):
-#   test_fork_reload_and_concurrent_batches_on_eight_devices
+# This section relies on undocumented behaviour of XLA, Numba and the C library:
+# - XLA's threads (6.4; test_vmap_slices_parallel_unless_sequential)
+# - aliases that XLA loses (`_copy_aliased_input`; test_aliased_output_initialized_without_xla_alias)
+# - Numba's `cgutils`, and the CPU for which it compiles (`magic_tuple`; all tests of kernels)
+# - glibc's default floating-point environment (`_FE_DFL_ENV`;
+#   test_fork_reload_and_concurrent_batches_on_eight_devices)
 
 # -- 6.1 The interface to backends: signatures and emitters --------------------------------------------
 
@@ -2275,7 +2293,7 @@ class _Signature(NamedTuple):
 class _KernelArray(NamedTuple):
     """An array that a kernel gets, in row-major order, as values of the generated code.
 
-    It is a slice of a buffer.  In a batch launch, it is a block of slices, and the slices are its first dimension.
+    It is a slice of a buffer.  In a batch launch, it is a group of slices, which are its first dimension.
     """
 
     pointer: Any  # an `_Int64`
@@ -2293,14 +2311,15 @@ class _KernelArray(NamedTuple):
 class _Emitter:
     """The part of a handler that a backend provides: the code that runs one slice.
 
-    Handlers with the same signature and the same `code_key` share their object code.  So `code_key` must determine all
-    that the code depends on, including `starts_threads`, and whether `lock_address` is 0.  Shared code contains no
-    addresses of objects: it reads them from the `_HandlerData` of each handler.  Code that is not shared (`code_key` is
-    None), such as all code for GPUs, may contain addresses, and the name of the kernel.  Either way, `_compile_handler`
-    keeps the emitter alive forever.
+    Handlers with the same signature and the same `code_key` share their object code:
+
+    - If `code_key` is a tuple, it determines the code.  So it includes `starts_threads`, and whether `lock_address` is
+      0.  The code contains neither addresses of objects nor the name of the kernel.  It reads the addresses from the
+      `_HandlerData` of each handler.
+    - If `code_key` is None, the code is not shared, and may contain addresses and the name.  All code for GPUs does.
     """
 
-    code_key: Any = None
+    code_key: tuple | None = None
     kernel_address: int = 0  # of the compiled kernel
     report_address: int = 0  # of a function that turns an exception into the address of a message
     # A `_native_lock_address` that is held while slices run, or 0.  Kernels with the same lock never overlap.
@@ -2311,10 +2330,10 @@ class _Emitter:
     traits: int = 0  # XLA_FFI_Metadata.traits: 0 or `_COMMAND_BUFFER_COMPATIBLE`
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        """Write the body of the C function `inner_loop(frame, buffers, count)`.
+        """Generate the body of the C function `inner_loop(frame, buffers, count)`.
 
-        First come instructions that run once for all slices.  Then `with ir.each_slice(buffers, count) as arrays`
-        contains the instructions that run one slice.
+        Within `with ir.each_slice(buffers, count) as arrays`, generate the instructions that run one slice.  Generate
+        those that run once for all slices before.
         """
         raise NotImplementedError
 
@@ -2371,7 +2390,10 @@ class _Int64:
     __ne__ = functools.partialmethod(_compare, "!=")  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
-        raise TypeError("The value exists only when the generated code runs. Use `ir.if_(x)` instead of `if x`.")
+        raise TypeError(
+            "An _Int64 has no truth value, because its value exists only when the generated code runs. Write "
+            "`with ir.if_(x):` instead of `if x:`, and `x & y` instead of `x and y`."
+        )
 
 
 class _StructPointer(_Int64):
@@ -2522,19 +2544,19 @@ class _IRBuilder:
             n = self.minimum(nbytes - start, piece_nbytes)
             self.cgutils.memset(self.llvm_builder, self._pointer(address + start), self.llvm_value(n), 0)
 
-    def alloca(self, kind: Any, count: Any = 1) -> Any:
-        """Allocate `count` structs or int64s on the stack.  Return a `_StructPointer`; for int64s, an `_Int64`.
+    def alloca(self, c_type: Any, count: Any = 1) -> Any:
+        """Allocate `count` structs or int64s on the stack.  Return a `_StructPointer` or an `_Int64`, respectively.
 
         If the count is constant, the memory is allocated once per call of the function, even within a loop.
         """
-        n_words = count * (ctypes.sizeof(kind) // 8)
+        n_words = count * (ctypes.sizeof(c_type) // 8)
         if isinstance(n_words, int):
             with self.llvm_builder.goto_entry_block():
                 memory = self.llvm_builder.alloca(self.i64, n_words)
         else:
             memory = self.llvm_builder.alloca(self.i64, n_words.value)
         address = _Int64(self, self.llvm_builder.ptrtoint(memory, self.i64))
-        return address if kind is _I64 else _StructPointer(self, kind, address)
+        return address if c_type is _I64 else _StructPointer(self, c_type, address)
 
     def variable(self, start: Any) -> _StructPointer:
         """Return a variable on the stack.  Its attribute `current` can be read and assigned to, also within loops."""
@@ -2559,7 +2581,7 @@ class _IRBuilder:
         return pointer
 
     def atomic(self, operation: str, address: Any, operand: Any) -> _Int64:
-        """Apply "add", "sub" or "xchg" to an int64, and return its value before; sequentially consistent."""
+        """Apply "add", "sub" or "xchg" to an int64, sequentially consistently.  Return the old value."""
         pointer = self._pointer(address, 8)
         return _Int64(self, self.llvm_builder.atomic_rmw(operation, pointer, self.llvm_value(operand), "seq_cst"))
 
@@ -2676,10 +2698,7 @@ class _BatchedBuffer(ctypes.Structure):
     _fields_ = (
         ("pointer", _PTR),  # address of the current slice
         ("step", _I64),  # bytes to the next slice of a row; 0 if that is the same slice
-        (
-            "batch_dims",
-            _PTR,
-        ),  # int64[]: the batch dimensions, directly before `dims`; equal to `dims` if there are none
+        ("batch_dims", _PTR),  # int64[]: the batch dimensions, which end where `dims` begins
         ("dims", _PTR),  # int64[]: the dimensions of a slice
         ("slice_nbytes", _I64),  # bytes of a slice
         ("n_slices", _I64),  # number of slices, computed by `run_batch`: the product of the batch dimensions
@@ -2890,11 +2909,10 @@ class _BatchScheduler(_IRBuilder):
     # -- whether threads pay off --
 
     def run_serial_and_measure(self, batch: _StructPointer) -> None:
-        """Run the slices on this thread, until they prove slow enough to run the rest on several threads.
+        """Run the slices on this thread, in ranges of 1, 8, 64, ... slices, until threads pay off for the rest.
 
-        The ranges have 1, 8, 64, ... slices.  The rest runs on several threads as soon as a range was long enough for
-        the clock, and the rest is enough work.  After a range of less than 1 us, which is too short to measure, the
-        next one takes about 8 us, which is too little for threads.
+        If a range took at least 1 us, its time predicts the work of the rest.  A shorter range predicts nothing, but
+        the next one then takes only about 8 us, for which threads would not pay off.
         """
         start = self.variable(0)
         count = self.variable(1)
@@ -3204,10 +3222,10 @@ class _HandlerBuilder(_IRBuilder):
         return [_StructPointer(self, XLA_FFI_Buffer, self.load(address)) for address in addresses]
 
     def _batch_depth(self, xla_buffers: Sequence[_StructPointer]) -> _Int64:
-        """Return the number of batch dimensions of the call, which is that of its last buffer.
+        """Return the number of batch dimensions of the call: the rank of the last buffer, minus the rank of its slices.
 
-        The last buffer always has them.  Outputs and scratch buffers have them, and inputs may lack them only if the
-        call has outputs (5.2).
+        The last buffer has all batch dimensions, because only replicated inputs lack them.  Inputs are only replicated
+        if the call has outputs (5.2), which come after the inputs.
         """
         if not xla_buffers:
             return self.constant(0)
@@ -3222,10 +3240,9 @@ class _HandlerBuilder(_IRBuilder):
         outputs_by_input = dict(signature.aliases)
         buffers = self.alloca(_BatchedBuffer, len(signature.ranks))
         for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
-            index = k
+            xla_buffer = xla_buffers[k]
             if k in outputs_by_input:
-                index = signature.n_in + outputs_by_input[k]
-            xla_buffer = xla_buffers[index]
+                xla_buffer = xla_buffers[signature.n_in + outputs_by_input[k]]
             dims = xla_buffer.dims + (xla_buffer.rank - rank) * 8
             sizes = [self.load(dims + 8 * axis) for axis in range(rank)]
             buffer = buffers[k]
@@ -3288,8 +3305,12 @@ class _HandlerBuilder(_IRBuilder):
             address = self.emitter.libcuda.address(driver_function)
             code = self.call(address, output, value, nbytes, _load_stream(self, frame))
             with self.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
-                kernel = f"kernel '{self.signature.label}'"
-                self.fail(frame, self.c_string(f"{driver_function} failed while it initialized an output of {kernel}"))
+                text = (
+                    f"{driver_function} could not initialize an output of kernel '{self.signature.label}'. If a kernel "
+                    "has accessed memory out of bounds, all later calls of the CUDA driver fail. To find this kernel, "
+                    "run `compute-sanitizer python script.py`."
+                )
+                self.fail(frame, self.c_string(text))
 
     # -- for emitters --
 
@@ -3316,8 +3337,9 @@ class _CallbackEmitter(_Emitter):
 
     The code contains the address of the function, so it is not shared (`code_key` is None).
 
-    Machine code and Python exchange an int64 array: for each buffer its address and dimensions; then the address of the
-    launch attribute, the CUDA stream and the device ordinal (0 on a CPU); last the address of an error message.
+    Machine code and Python exchange an int64 array.  For an input x[3,4] and an output y[4], it contains:
+
+        address of x, 3, 4, address of y, 4, launch_address, stream, ordinal, address of an error message or 0
     """
 
     def __init__(self, signature: _Signature, body: Callable[..., None], libcuda: _LibCuda | None = None) -> None:
@@ -3325,20 +3347,20 @@ class _CallbackEmitter(_Emitter):
 
         Args:
           signature: the signature of the handler.
-          body: `body(buffers, launch_address, stream, ordinal)` runs one slice.  `buffers` is a list of (address,
-            shape).  An exception that it raises becomes the error of the call.
-          libcuda: the CUDA driver, if the buffers are in a GPU's memory.
+          body: `body(buffers, launch_address, stream, ordinal)` runs one slice.  An exception that it raises becomes
+            the error of the call.  The arguments are a list of (address, shape), the address of the launch attribute,
+            the CUDA stream and the device ordinal.  On CPUs, the last two are 0.
+          libcuda: the CUDA driver, if the buffers are in a GPU's memory.  Default: None.
         """
         self.libcuda = libcuda
-        n_buffer_words = len(signature.ranks) + sum(signature.ranks)
-        i_message = n_buffer_words + 3
+        i_message = len(signature.ranks) + sum(signature.ranks) + 3  # the index of the last element
 
         def callback(words: Any) -> None:  # runs in each call
             message = 0
             try:
-                values = iter(words[:n_buffer_words])
+                values = iter(words[:i_message])
                 buffers = [(next(values), tuple(itertools.islice(values, rank))) for rank in signature.ranks]
-                launch_address, stream, ordinal = words[n_buffer_words:i_message]
+                launch_address, stream, ordinal = values
                 body(buffers, launch_address, stream, ordinal)
             except BaseException as error:  # no exception may unwind into XLA
                 message = _store_error_message(error, signature.label)
@@ -3348,8 +3370,8 @@ class _CallbackEmitter(_Emitter):
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         stream_and_device = _load_stream_and_device(ir, frame) if self.libcuda else (0, 0)
-        # The error word starts as this message.  A callback that reaches its end overwrites it, but a
-        # KeyboardInterrupt may end the callback before its first line.
+        # The last element starts as this message.  The callback overwrites it at its end, but a KeyboardInterrupt may
+        # end the callback before its first line.
         interrupted = ir.c_string(f"KeyboardInterrupt (raised in kernel '{ir.signature.label}')")
         with ir.each_slice(buffers, count) as arrays:
             words = [word for array in arrays for word in (array.pointer, *array.dims)]
@@ -3371,10 +3393,10 @@ def _store_error_message(error: BaseException, label: str) -> int:
     The caller is machine code, so this function must not raise.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
-    hint = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # in NumPy's words
+    advice = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # the text of NumPy's error
     if len(text) > 10_000:
         text = text[:10_000] + " [...]"
-    text = f"{text}{hint} (raised in kernel '{label}')".replace("\0", "\\0")
+    text = f"{text}{advice} (raised in kernel '{label}')".replace("\0", "\\0")
     _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
 
@@ -5069,10 +5091,10 @@ class _CudaOptions(_Options):
 class _CudaWrapper(_NumbaWrapper):
     """The wrapper of a Numba CUDA kernel or of a callable."""
 
-    def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_call(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         """Return the results of the call as a list, after moving aliased operands to the memory of the device."""
         operands = list(args)
-        call = self._resolve_call(ins, outs)
+        call = self._call_params(ins, outs)
         for i, _ in call.aliases:
             if jax.typeof(args[i]).memory_space == jax.memory.Space.Host:
                 # XLA cannot compile an alias between host and device memory (E1200, jax 0.11.2).
@@ -6103,7 +6125,7 @@ class _WarpKernel(_Wrapper):
     The user's wrapper has no fixed values.  Its calls separate the arrays from the values, and call another
     `_WarpKernel` with the arrays.  There is one for each combination of values:
 
-        f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_inputs([x])
+        f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_by_position([x])
 
     For `kernel(x, factor, out)`, the attributes are:
 
@@ -6137,7 +6159,7 @@ class _WarpKernel(_Wrapper):
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         """Separate the arrays from the values, and call the wrapper for these values."""
         if not named and not self.value_names and types.NoneType not in map(type, args):
-            return self._call_inputs(args)  # fast path: only arrays, all by position
+            return self._call_by_position(args)  # fast path: only arrays, all by position
         arguments = self._bind_arguments(args, named)
         fixed = {}
         for name in list(arguments):
@@ -6146,7 +6168,7 @@ class _WarpKernel(_Wrapper):
         key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than from a generator
         cache = self.wrapper_by_values
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
-        return wrapper._call_inputs([*arguments.values()])
+        return wrapper._call_by_position([*arguments.values()])
 
     # Pickle by reference, even if no module holds the wrapper.  A pickle by value would contain the kernel's whole
     # module, which the other process would then have twice.
@@ -6306,9 +6328,9 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _flat_results(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_call(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         """Return the results of the call as a list, with a VJP rule if `differentiable=True`."""
-        without_vjp = functools.partial(super()._flat_results, ins, outs)
+        without_vjp = functools.partial(super()._bind_call, ins, outs)
         if not self.options.differentiable:
             return without_vjp(*args)
 
