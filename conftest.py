@@ -48,7 +48,7 @@ SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 if SIMULATOR:  # the simulator polls its threads, and each of them waits for the interpreter lock
     sys.setswitchinterval(1e-4)
 HAS_FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ  # test_cuda_fake_driver sets it
-SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir even if numba-cuda is installed
+PREFERS_SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir even if numba-cuda is installed
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def computing_for(requirements):
 
 
 @pytest.fixture(autouse=True)
-def computing(request):
+def default_device(request):
     """Run tests that need a GPU on the GPU, and all others on the CPU."""
     with computing_for(requirements_of(request.node)):
         yield
@@ -368,13 +368,13 @@ def table_text(title, axis, cells):
     for cell, outcome in cells.items():
         counts[cell[axis], cell[1]][outcome] += 1
     rows, columns = [list(dict.fromkeys(names)) for names in zip(*counts)]
-    lines = [[title, *columns], *[[row, *[entry(counts[row, column]) for column in columns]] for row in rows]]
+    lines = [[title, *columns], *[[row, *[count_text(counts[row, column]) for column in columns]] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
 
 
-def entry(count):
-    """Return an entry of a table, as LEGEND explains it."""
+def count_text(count):
+    """Return a count of cells as text, as LEGEND explains it."""
     passed, simulated, total = count["passed"], count["simulated"], count.total()
     if not total:
         return "."

@@ -1,5 +1,21 @@
 """Tests of xla_kernels: the matrix of operations, backends, transformations and dtypes, then tests by topic."""
 
+# A map of this file.
+#
+#     The matrix        every operation, on every backend, under every transformation, with every dtype
+#     Helpers           specs, kernels from strings, threads and processes, for the tests of all sections
+#     Numba             captured values, calling conventions, checks of kernels, initial values, aliases, target names
+#     Numba CUDA        with a fake driver, in Numba's simulator, or on a GPU
+#     Warp              on the CPU, on a fake GPU, or on a GPU
+#     Only on a GPU     loops, devices and command buffers of XLA
+#     XLACustomKernel   dispatch, generators, and rules for derivatives and batches
+#     Several devices   partitioned batches
+#     Mistakes          a table of mistakes, and the errors that they raise
+#     C structs         the structs of XLA's API
+#     Processes         tests that need a process of their own, such as the simulator
+#     conftest.py       conditions for skips (`needs`), and the grid of the matrix
+#     Documents         programs, links and tables in the documents, and the docstrings
+
 import ast
 import collections
 import contextlib
@@ -44,6 +60,7 @@ import numba
 import numpy as np
 import pytest
 from jax import export
+from jax._src import xla_bridge
 from jax.errors import JaxRuntimeError
 from jax.experimental import serialize_executable
 from jax.extend.core import Primitive
@@ -59,7 +76,7 @@ try:
 except ImportError:  # numba-cuda is too old for NumPy
     cuda = None
 has_numba_cuda = getattr(cuda, "implementation", "Built-in") != "Built-in"
-if not conftest.SIMULATOR and (conftest.SUCCESSOR or not has_numba_cuda):
+if not conftest.SIMULATOR and (conftest.PREFERS_SUCCESSOR or not has_numba_cuda):
     with contextlib.suppress(ImportError):
         from numba_cuda_mlir import cuda
 cuda_float32 = np.float32 if "mlir" in getattr(cuda, "__name__", "") else numba.float32  # the simulator takes no dtype
@@ -144,18 +161,21 @@ def default_platform():
     return (jax.config.jax_default_device or jax.devices()[0]).platform
 
 
-def mesh_of_four():
-    return jax.sharding.Mesh(jax.devices(default_platform())[:4], "i")
-
-
 P = jax.sharding.PartitionSpec
-PARTITIONED, REPLICATED = P("i"), P()
+PARTITIONED, REPLICATED = P("d"), P()
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+
+
+def four_device_mesh(*shape, axis_type=AUTO):
+    """Return a mesh of this shape, with the axes "d" and "e"."""
+    devices = np.array(jax.devices(default_platform())[:4]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("d", "e")[: len(shape)], axis_types=(axis_type,) * len(shape))
 
 
 def shard_first(call, inputs, out_specs=PARTITIONED):
     """Call on four devices, with the first input partitioned and the others replicated."""
     in_specs = (PARTITIONED, *[REPLICATED] * (len(inputs) - 1))
-    return jax.shard_map(call, mesh=mesh_of_four(), in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(call, mesh=four_device_mesh(4), in_specs=in_specs, out_specs=out_specs)
 
 
 def is_real(x):
@@ -262,7 +282,7 @@ class Forward:
         return choose(True), choose(False)
 
     def pmap(call, inputs, batch):
-        devices = list(mesh_of_four().devices)
+        devices = list(four_device_mesh(4).devices)
         in_axes = (0, *[None] * (len(inputs) - 1))
         return jax.pmap(call, in_axes=in_axes, devices=devices)(batch[0][:4], *inputs[1:])
 
@@ -271,7 +291,7 @@ class Forward:
         return jax.jit(sharded)(batch[0], *inputs[1:])
 
     def jit_over_mesh(call, inputs, batch):
-        first = jax.device_put(batch[0], jax.sharding.NamedSharding(mesh_of_four(), PARTITIONED))
+        first = jax.device_put(batch[0], jax.sharding.NamedSharding(four_device_mesh(4), PARTITIONED))
         return jax.jit(vmap_first(call, inputs))(first, *inputs[1:])
 
     def export(call, inputs, batch):
@@ -324,7 +344,7 @@ def functions_of(namespace):
 
 TRANSFORMATIONS = {**functions_of(Forward), **functions_of(Derivatives)}
 FORWARD, DERIVATIVES = tuple(functions_of(Forward)), tuple(functions_of(Derivatives))
-BATCHES = ("vmap", "vmap_last_axis", "vmap_nested", "vmap_empty")
+VMAPS = ("vmap", "vmap_last_axis", "vmap_nested", "vmap_empty")
 ON_FOUR_DEVICES = ("pmap", "shard_map", "jit_over_mesh", "grad_of_shard_map", "shard_map_of_grad")
 SAME_RESULTS_AS = {  # the reference runs under this simpler transformation instead
     "jit": "eager",
@@ -557,7 +577,14 @@ def specs_of(name, dtype):
 
 
 def kernel_source(element, language, n_indices):
-    """Return the source of a kernel: the statements of an element below the opening lines of the language."""
+    """Return the source of a kernel: the statements of an element below the opening lines of the language.
+
+    In Numba, the kernel of the operation `Scale` above is:
+
+        def kernel(x, out):
+            for i in numba.prange(out.shape[0]):
+                out[i] = Scalar(2.0) * x[i]
+    """
     parameters = list(inspect.signature(element).parameters)
     indices, buffers = parameters[:n_indices], parameters[n_indices:]
     lines, indent = [], ""
@@ -754,7 +781,7 @@ BACKENDS = {
     "numba_cuda_kernel": Backend("cuda", "cuda", is_op=False, unsupported=NO_DERIVATIVES, covered_by="numba_cuda"),
     "numba_cuda_sequential": Backend(
         "cuda", "cuda", is_op=False, unsupported=NO_DERIVATIVES, options={"vmap_method": "sequential"},
-        covered_by="numba_cuda_kernel", covered=all_but(FORWARD, *BATCHES),
+        covered_by="numba_cuda_kernel", covered=all_but(FORWARD, *VMAPS),
     ),
     "warp_kernel": Backend("warp", "warp", is_op=False, unsupported=NO_DERIVATIVES, covered_by="warp"),
     "differentiable": Backend(
@@ -905,7 +932,7 @@ def test_matrix(operation, backend, transformation, dtype):
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
 
 
-def test_matrix_tables_are_consistent():
+def test_tables_of_matrix_are_consistent():
     """A misspelled name would have no effect.  For each combination without a cell that can run, a cell covers it."""
     for operation in OPERATIONS.values():
         assert operation.unsupported.keys() <= {*BACKENDS, *LANGUAGES, *TRANSFORMATIONS}
@@ -919,11 +946,24 @@ def test_matrix_tables_are_consistent():
             combination, _ = cover
             assert not why_unsupported(*combination)
         assert combination in cells
-    assert {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *BATCHES, *ON_FOUR_DEVICES} <= TRANSFORMATIONS.keys()
+    assert {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *VMAPS, *ON_FOUR_DEVICES} <= TRANSFORMATIONS.keys()
 
 
 # ======================================================================================================
-# Helpers for the tests of all sections: specs, kernels from strings, threads and processes
+# Helpers for the tests of all sections
+#
+# A typical test makes a kernel, wraps it, calls the wrapper and checks the result:
+#
+#     call = wrap(kernel_from_body("out[0] = 2 * x[0]"))  # `numba_kernel`, with one output like the first input
+#     check_close(call(ONES), [2, 0, 0, 0])
+#
+# Most kernels are strings, in tables.  The library analyzes the compiled code of a Numba kernel, not its source, so a
+# kernel from a string is checked like any other.
+
+needs_gpu = pytest.mark.needs("gpu")
+needs_cuda = pytest.mark.needs("cuda")  # a GPU, or Numba's simulator
+needs_warp = pytest.mark.needs("warp")
+needs_fake_warp_gpu = pytest.mark.needs("warp", "no gpu")  # a real GPU runs the same tests as `warp_gpu`
 
 
 def spec(*shape, dtype=np.float32):
@@ -958,23 +998,18 @@ def wrap(kernel=add_one.__wrapped__, outs=like_first, **options):
     return xk.numba_kernel(kernel, outs, **options)
 
 
-def kernel_from(source, *, name="kernel", **values):
-    """Execute source with `values` as globals, and return the function of this name."""
-    namespace = {"np": np, "numba": numba, "math": math, **values}
-    exec(textwrap.dedent(source), namespace)
+def function_from(source, *, name="kernel", **values):
+    """Execute source with the names of this file and `values` as globals, and return the function of this name.
+
+    Its source is not available to `inspect`.
+    """
+    namespace = {**globals(), **values}
+    exec(source, namespace)
     return namespace[name]
 
 
 def kernel_from_body(code, parameters="x, out", **values):
-    """Return a kernel with this body.  Its source is not available to `inspect`."""
-    return kernel_from(f"def kernel({parameters}):\n    {code}", **values)
-
-
-def function_with_body(code, parameters="x, out"):
-    """Return a function with this body, which can use all names of this file."""
-    namespace = globals().copy()
-    exec(f"def kernel({parameters}):\n{textwrap.indent(code, '    ')}", namespace)
-    return namespace["kernel"]
+    return function_from(f"def kernel({parameters}):\n{textwrap.indent(code, '    ')}", **values)
 
 
 def kernel_storing(expression, **values):
@@ -1022,22 +1057,27 @@ def error_of(call, *args):
     return str(caught.value)
 
 
-PROCESS_PREAMBLE = """
-import math, os, textwrap
-from concurrent.futures import ThreadPoolExecutor
-import jax, numba, numpy as np, pytest
-import xla_kernels as xk
-
-ones = np.ones(4, np.float32)
-RUNTIME_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
-"""
+ROOT = pathlib.Path(__file__).parent
 
 
-def run_code(code, **env):
-    """Run code in a new interpreter, in which the preamble and the functions below are defined."""
-    functions = like_first, add_one.__wrapped__, wrap, kernel_from, kernel_from_body, in_threads, error_of
-    sources = [PROCESS_PREAMBLE, *map(inspect.getsource, functions), code]
-    run_python("-c", "\n".join(sources), timeout=300, **{"JAX_PLATFORMS": "cpu", **env})
+def run_python(*args, cwd=ROOT, timeout=900, **environment):
+    """Run Python in a new process, check its exit code, and return its output."""
+    search_path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUTF8": "1"}
+    environment = {**os.environ, **paths, **environment}
+    command = [sys.executable, *map(str, args)]
+    pipes = {"capture_output": True, "encoding": "utf-8", "timeout": timeout}
+    process = subprocess.run(command, cwd=cwd, env=environment, **pipes)
+    output = f"exit code {process.returncode}\n{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+    assert process.returncode == 0, output
+    return process.stdout
+
+
+def run_in_new_process(*functions, **environment):
+    """Call functions of this file, one after another, in a new process."""
+    calls = [f"tests.{function.__name__}()" for function in functions]
+    program = "; ".join([f"import {__name__} as tests", *calls])
+    run_python("-c", program, timeout=300, **{"JAX_PLATFORMS": "cpu", **environment})
 
 
 # ======================================================================================================
@@ -1046,9 +1086,9 @@ def run_code(code, **env):
 # -- captured values: which kernels share compiled code -------------------------------------------------
 
 
-def helper(expression, jit=numba.njit, **values):
+def jitted_helper(expression, **values):
     """Return a jitted function of `a` with these globals."""
-    return jit(kernel_from(f"def helper(a):\n    return {expression}", name="helper", **values))
+    return numba.njit(function_from(f"def helper(a):\n    return {expression}", name="helper", **values))
 
 
 def result_of(kernel, x=ONES):
@@ -1098,7 +1138,7 @@ def test_recompiles_only_when_captured_value_changes(jit):
 
         return kernel
 
-    for values, count, expected in [
+    for values, n_compilations, expected in [
         (((3,), numba.float32, table), 1, 8.5),
         (((4,), numba.float32, table), 1, 10.5),
         (((3,), numba.int8, table), 1, 8),
@@ -1109,7 +1149,7 @@ def test_recompiles_only_when_captured_value_changes(jit):
             for n in (1, 2):
                 np.testing.assert_array_equal(wrap(jit(make(*values)))(np.ones(n, np.float32)), [expected] * n)
         compiled = [event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer if event.is_start]
-        assert compiled.count("kernel") == count
+        assert compiled.count("kernel") == n_compilations
 
 
 def test_compilation_is_logged(caplog):
@@ -1120,7 +1160,7 @@ def test_compilation_is_logged(caplog):
 
 def test_repeated_compilation_warns_once(monkeypatch):
     monkeypatch.setattr(xk, "_MANY_COMPILATIONS", 3)
-    kernels = [kernel_from_body("out[0] = twice(x[0])", twice=helper("2 * a")) for _ in range(4)]
+    kernels = [kernel_from_body("out[0] = twice(x[0])", twice=jitted_helper("2 * a")) for _ in range(4)]
     with pytest.warns(UserWarning, match="compiled 3 times.*Create the kernel and its helpers once") as caught:
         for kernel in kernels:
             jax.eval_shape(wrap(kernel), ONES)
@@ -1179,7 +1219,7 @@ def test_wrapper_without_module_variable_is_pickled_by_value(monkeypatch):
     def halve(x, out):
         out[0] = x[0] / divisor
 
-    of_main = wrap(kernel_from("def kernel(x, out): out[0] = x[0] / 2", __name__="__main__"))
+    of_main = wrap(function_from("def kernel(x, out): out[0] = x[0] / 2", __name__="__main__"))
     monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
     for kernel in (wrap(halve), of_main):
         assert another_process().submit(kernel, ONES).result()[0] == 0.5
@@ -1198,7 +1238,7 @@ def test_lowered_program_calls_no_python():
     def targets(function):
         return set(re.findall(r"custom_call_target=\"([^\"]+)", jax.jit(function).lower(ROWS).compile().as_text()))
 
-    assert targets(program) == {target_of(add_one, VECTOR)}
+    assert targets(program) == {target_of(add_one, ONE_TO_8)}
     assert "python" in str(targets(lambda x: jax.pure_callback(np.sin, x, x)))
 
 
@@ -1232,8 +1272,8 @@ def test_custom_jvp_of_wrappers():
 
 def test_vmapped_control_flow_runs_kernel_for_unused_results():
     """`cond` runs both branches, and `while_loop` runs elements that have finished."""
-    root = wrap(kernel_from_body("if x[0] < 0: raise ValueError('negative')\n    out[0] = x[0] ** 0.5"))
-    double = wrap(kernel_from_body("if x[0] >= 8: raise ValueError('finished')\n    out[0] = 2 * x[0]"))
+    root = wrap(kernel_from_body("if x[0] < 0: raise ValueError('negative')\nout[0] = x[0] ** 0.5"))
+    double = wrap(kernel_from_body("if x[0] >= 8: raise ValueError('finished')\nout[0] = 2 * x[0]"))
     root_or_zero = jax.vmap(lambda x: jax.lax.cond(x[0] > 0, root, jnp.zeros_like, x))
     double_until_8 = jax.vmap(lambda x: jax.lax.while_loop(lambda x: x[0] < 8, double, x))
     check_close(root_or_zero(np.float32([[4], [0]])), [[2], [0]])
@@ -1378,49 +1418,49 @@ def scaled_head(x, n, alpha):
     return np.where(np.arange(x.size) < n, alpha * x, 0)
 
 
-head = wrap(kernel_from_body("out[:] = 0\n    out[:n] = alpha * x[:n]", "x, n, alpha, out"))
+head = wrap(kernel_from_body("out[:] = 0\nout[:n] = alpha * x[:n]", "x, n, alpha, out"))
 Pair = collections.namedtuple("Pair", "first second")
-SCALARS, COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
-VECTORS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
-UPDATES_TOTAL = "for i in range(3):\n        total[i] += x[i]\n        out[i] = 2 * total[i]"
+TWO_SCALARS, TWO_COUNTS = np.array([1.25, 1.5], np.float32), np.array([2, 1], np.int32)
+TWO_ROWS = np.array([[1, 1.5, 1.75], [2, 1.25, 1.125]], np.float32)
+UPDATES_TOTAL = "for i in range(3):\n    total[i] += x[i]\n    out[i] = 2 * total[i]"
 CONVENTIONS = {  # a wrapper, the same function in Python, and two slices of each input
-    "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), VECTORS),
-    "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, VECTORS[:, None]),
-    "returns a tuple": (wrap(first_and_rest, (spec(), (spec(2), spec())), scratch=()), first_and_rest, VECTORS),
-    "returns a NamedTuple": (wrap(swap, lambda x, y: Pair(x, y)), lambda x, y: Pair(y, x), VECTORS, -VECTORS),
-    "returns aliased outputs": (wrap(swap, swap, input_output_aliases={0: 0, 1: 1}), swap, VECTORS, -VECTORS),
-    "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), VECTORS),
-    "star args": (wrap(kernel_from_body("a[-1][0] = a[0][0]", "*a"), spec(1)), lambda x, y: x[:1], VECTORS, -VECTORS),
-    "a default": (wrap(kernel_from_body("out[0] = n * x[0]", "x, out, n=3"), spec(1)), lambda x: 3 * x[:1], VECTORS),
-    "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, SCALARS, VECTORS),
-    "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, VECTORS, COUNTS, SCALARS),
+    "returns a scalar": (wrap(lambda x: x.argmax(), spec(dtype=np.int32)), lambda x: np.int32(x.argmax()), TWO_ROWS),
+    "returns another layout": (wrap(lambda x: x.T, spec(3, 1)), np.transpose, TWO_ROWS[:, None]),
+    "returns a tuple": (wrap(first_and_rest, (spec(), (spec(2), spec())), scratch=()), first_and_rest, TWO_ROWS),
+    "returns a NamedTuple": (wrap(swap, lambda x, y: Pair(x, y)), lambda x, y: Pair(y, x), TWO_ROWS, -TWO_ROWS),
+    "returns aliased outputs": (wrap(swap, swap, input_output_aliases={0: 0, 1: 1}), swap, TWO_ROWS, -TWO_ROWS),
+    "has no outputs": (wrap(lambda x: None, (), has_side_effect=True), lambda x: (), TWO_ROWS),
+    "star args": (wrap(kernel_from_body("a[-1][0] = a[0][0]", "*a"), spec(1)), lambda x, y: x[:1], TWO_ROWS, -TWO_ROWS),
+    "a default": (wrap(kernel_from_body("out[0] = n * x[0]", "x, out, n=3"), spec(1)), lambda x: 3 * x[:1], TWO_ROWS),
+    "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, TWO_SCALARS, TWO_ROWS),
+    "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, TWO_ROWS, TWO_COUNTS, TWO_SCALARS),
     "passed by name": (
         lambda x, n, alpha: wrap(head.__wrapped__, scalars=True)(x, alpha=alpha, n=n), scaled_head,
-        VECTORS, COUNTS, SCALARS,
+        TWO_ROWS, TWO_COUNTS, TWO_SCALARS,
     ),
     "aliased by name": (
         wrap(kernel_from_body("for i in range(3): out[i] += x[i]", "x, start, out"), input_output_aliases={"start": 0}),
-        np.add, VECTORS, VECTORS + 1,
+        np.add, TWO_ROWS, TWO_ROWS + 1,
     ),
     "two scratch buffers": (
         wrap(kernel_from_body("n[0] += 1; s[0] += n[0] * x[1]; out[0] = s[0]", "x, out, s, n"), spec(1),
-             scratch=lambda x: (x, spec(1, dtype=np.int32))), lambda x: x[1:2], VECTORS,
+             scratch=lambda x: (x, spec(1, dtype=np.int32))), lambda x: x[1:2], TWO_ROWS,
     ),
     "NamedTuple outs": (
         wrap(kernel_from_body("first[0] = 2 * x[0]; second[()] = x[0]", "x, first, second"), Pair(spec(1), spec())),
-        lambda x: Pair(2 * x[:1], x[0]), VECTORS,
+        lambda x: Pair(2 * x[:1], x[0]), TWO_ROWS,
     ),
     "in-out arguments of a set": (
         wrap(kernel_from_body("a[0] = b[1]; b[0] = s[0] = a[1]", "a, b, s"), [spec(3)] * 2, in_out_argnames={"b", "a"},
-             scratch=spec(1)), lambda a, b: [np.append(b[1], a[1:]), np.append(a[1], b[1:])], VECTORS, -VECTORS,
+             scratch=spec(1)), lambda a, b: [np.append(b[1], a[1:]), np.append(a[1], b[1:])], TWO_ROWS, -TWO_ROWS,
     ),
     "nothing stored": (
         wrap(kernel_from_body("pass", "v, out"), [spec(3)] * 2, in_out_argnames=["v"], zero_outputs=True),
-        lambda v: [v, 0 * v], VECTORS,
+        lambda v: [v, 0 * v], TWO_ROWS,
     ),
     "in-out": (
         wrap(kernel_from_body(UPDATES_TOTAL, "x, total, out"), lambda x, total: (total, x), in_out_argnames=["total"],
-             zero_outputs=True), lambda x, total: (x + total, 2 * (x + total)), VECTORS, VECTORS + 1,
+             zero_outputs=True), lambda x, total: (x + total, 2 * (x + total)), TWO_ROWS, TWO_ROWS + 1,
     ),
 }  # fmt: skip
 
@@ -1504,8 +1544,8 @@ def views_of(array):
     yield array[2:]
 
 
-def njit_body(code, parameters="x, out", **options):
-    return numba.njit(parallel="prange" in code, **options)(function_with_body(code, parameters))
+def njit_from_body(code, parameters="x, out", **options):
+    return numba.njit(parallel="prange" in code, **options)(kernel_from_body(code, parameters))
 
 
 WRITES_TO_INPUT = [  # statements that Numba's read-only array types reject
@@ -1522,7 +1562,7 @@ WRITES_TO_INPUT = [  # statements that Numba's read-only array types reject
 
 @pytest.mark.parametrize("code", WRITES_TO_INPUT, ids=words_of)
 def test_write_to_input_raises(code):
-    kernel = njit_body(f"{code}\nout[0] = 1")
+    kernel = njit_from_body(f"{code}\nout[0] = 1")
     with pytest.raises(TypeError, match=r"(?s)[Ii]nputs are read-only.*in_out_argnames"):
         jax.eval_shape(wrap(kernel), SPEC_4)
 
@@ -1555,7 +1595,7 @@ WRITES_TO_COPY = [  # statements for which Numba ignores read-only arrays, and t
 def test_write_that_numba_does_not_reject_changes_a_copy_of_input(code, changed):
     """The sum in the last line keeps it from counting as a use of x that may store."""
     x = jnp.array(UNSORTED)
-    call = wrap(njit_body(f"{code}\nfor i in range(4): out[i] = x[i] + 0"))
+    call = wrap(njit_from_body(f"{code}\nfor i in range(4): out[i] = x[i] + 0"))
     assert call(x).tolist() == changed
     assert jax.vmap(call)(jnp.stack([x, x])).tolist() == [changed] * 2
     assert x.tolist() == UNSORTED
@@ -1616,7 +1656,7 @@ CORRECT = [
 
 @pytest.mark.parametrize("code", CORRECT, ids=words_of)
 def test_correct_kernel_matches_numpy(code):
-    kernel = njit_body(code)
+    kernel = njit_from_body(code)
     x, expected = np.float32(UNSORTED), np.zeros(4, np.float32)
     kernel.py_func(x.copy(), expected)
     np.testing.assert_allclose(wrap(kernel)(x), expected, rtol=1e-6)
@@ -1627,7 +1667,7 @@ def test_correct_kernel_matches_numpy(code):
     "2 * x", "x", "x[::-1]", "x if x[0] > y[0] else y", "x * y[1]", "(x + 1).astype(np.float32)"
 ], ids=words_of)  # fmt: skip
 def test_returned_expression_matches_numpy(expression):
-    kernel = njit_body(f"return {expression}", "x, y")
+    kernel = njit_from_body(f"return {expression}", "x, y")
     x = np.float32(UNSORTED)
     np.testing.assert_allclose(wrap(kernel)(x, x[::-1]), kernel.py_func(x, x[::-1]), rtol=1e-6)
 
@@ -1648,7 +1688,7 @@ NEVER_STORES = [  # (parameters, body, the fix in the message, options)
 def test_output_never_stored_to_raises(parameters, code, fix, options):
     inputs = [ONES, ONES] if "v" in parameters else [ONES]
     with pytest.raises(TypeError, match=pattern_of(f"never stores to.*{fix}")):
-        jax.eval_shape(wrap(njit_body(code, parameters), **options), *inputs)
+        jax.eval_shape(wrap(njit_from_body(code, parameters), **options), *inputs)
 
 
 @pytest.mark.parametrize("code", [
@@ -1656,7 +1696,7 @@ def test_output_never_stored_to_raises(parameters, code, fix, options):
 ], ids=words_of)  # fmt: skip
 def test_kernel_may_store_old_values(code):
     """LLVM removes these stores, but the programs are correct."""
-    call = wrap(njit_body(code, "v"), in_out_argnames=["v"])
+    call = wrap(njit_from_body(code, "v"), in_out_argnames=["v"])
     assert call(jnp.array(UNSORTED)).tolist() == UNSORTED
 
 
@@ -1667,7 +1707,7 @@ def test_kernel_may_store_old_values(code):
     ("x[0] = 77", "writes to"), ("out = x", "never stores"),
 ], ids=words_of)  # fmt: skip
 def test_numba_options_do_not_change_checks(code, expected, option):
-    call = wrap(njit_body(code, **{option: True}))
+    call = wrap(njit_from_body(code, **{option: True}))
     if isinstance(expected, str):
         with pytest.raises(TypeError, match=expected):
             jax.eval_shape(call, ONES)
@@ -1683,11 +1723,14 @@ CACHED_KERNELS = {  # bodies of kernels that Numba caches, and a part of the err
     "out = x[0]": "never stores",
     "y = np.ascontiguousarray(x); out[0] = y[1]": "[1.0, 0.0, 0.0, 0.0]",
     "out[0] = [v for v in (x, x)][0][2]": "[4.0, 0.0, 0.0, 0.0]",
+    "copy_elements(np.ones((4, 4), np.float32) @ x, out)": "[10.0, 10.0, 10.0, 10.0]",
+    "for i in numba.prange(4): out[i] = 2 * x[i]": "[6.0, 2.0, 8.0, 4.0]",
 }
+CACHED_HELPERS = {"store_in(a)": "a.flat[0] = 77", "copy_elements(x, out)": "for i in range(4): out[i] = x[i]"}
 
 
 def results_of_cached_kernels(folder):
-    """Return, for each cached kernel, the result or the message, the input, and whether the cache had the code."""
+    """Return the results of `result_of_cached_kernel`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numba.config, "CACHE_DIR", str(folder / "cache"))
         patch.syspath_prepend(folder)
@@ -1696,35 +1739,42 @@ def results_of_cached_kernels(folder):
 
 
 def result_of_cached_kernel(kernel):
+    """Return the result or the message, the input, whether the cache had the code, and the compiled functions."""
     x = jnp.array(UNSORTED)
-    try:
-        result = str(wrap(kernel)(x).tolist())
-    except TypeError as error:
-        result = str(error).partition("\n")[0]
-    return result, x.tolist(), sum(kernel.stats.cache_hits.values()) > 0
+    with install_recorder("numba:compile") as recorder:
+        try:
+            result = str(wrap(kernel)(x).tolist())
+        except TypeError as error:
+            result = str(error).partition("\n")[0]
+    compiled = {event.data["dispatcher"].py_func.__name__ for _, event in recorder.buffer}
+    return result, x.tolist(), kernel.stats.cache_hits.total() > 0, compiled
 
 
-def test_checks_are_the_same_for_kernels_from_numbas_cache(tmp_path):
-    bodies = {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
-    bodies["store_in(a)"] = "a.flat[0] = 77"
-    kernels = [f"@numba.njit(cache=True)\ndef {name}:\n    {body}\n" for name, body in bodies.items()]
-    (tmp_path / "cached_kernels.py").write_text("import numba, numpy as np\n" + "".join(reversed(kernels)))
-    compiled = results_of_cached_kernels(tmp_path)
-    cached = another_process().submit(results_of_cached_kernels, tmp_path).result()
-    for results, is_cached in ((compiled, False), (cached, True)):
-        for expected, (result, x, was_cached) in zip(CACHED_KERNELS.values(), results, strict=True):
-            assert expected in result and (x, was_cached) == (UNSORTED, is_cached)
+def test_second_process_loads_cached_kernels_and_checks_them(tmp_path):
+    """The second process compiles kernel_0 for the error, and an adapter with Numba's `impl`, but no other function."""
+    functions = CACHED_HELPERS | {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
+    source = "import numba, numpy as np\n"
+    for signature, body in functions.items():
+        source += f"@numba.njit(cache=True, parallel={'prange' in body})\ndef {signature}:\n    {body}\n"
+    (tmp_path / "cached_kernels.py").write_text(source)
+    here = results_of_cached_kernels(tmp_path)
+    elsewhere = another_process().submit(results_of_cached_kernels, tmp_path).result()
+    for i, expected in enumerate(CACHED_KERNELS.values()):
+        result, x, was_cached, compiled = here[i]
+        assert expected in result and x == UNSORTED and not was_cached and f"kernel_{i}" in compiled
+        *same, was_cached, compiled = elsewhere[i]
+        assert same == [result, UNSORTED] and was_cached and compiled <= {"kernel_0", "adapter", "impl"}
 
 
-LARGE = spec(100_000)
+LARGE_SPEC = spec(100_000)
 
 
 def test_inputs_are_not_copied(caplog):
     """This includes kernels and helpers with a signature of writable arrays, and unbatched inputs of a batch."""
-    calls_add = njit_body("y = x\nadd_one_to_writable(y, out)")
+    calls_add = njit_from_body("y = x\nadd_one_to_writable(y, out)")
     shared = jax.vmap(wrap(kernel_from_body("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
     for kernel, *specs in (
-        (wrap(add_one_to_writable), LARGE), (wrap(calls_add), LARGE), (shared, spec(8, 1), LARGE)
+        (wrap(add_one_to_writable), LARGE_SPEC), (wrap(calls_add), LARGE_SPEC), (shared, spec(8, 1), LARGE_SPEC)
     ):  # fmt: skip
         caplog.clear()
         results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
@@ -1734,24 +1784,19 @@ def test_inputs_are_not_copied(caplog):
         assert 0 <= memory.temp_size_in_bytes < 1000  # the copies by XLA, which itself uses some bytes
 
 
-@pytest.mark.needs("scipy")
+DOTS = {"np.dot(A, x, out)": [], "out[:] = np.dot(A, x)": [], "out[:] = A.dot(x)": [], "np.dot(A, out, x)": ["[1]"],
+        "np.dot(A, out, out=x)": ["[1]"]}  # fmt: skip
+FLATS = {"for i in range(4): out[i] = x.flat[i]": [], "for i in range(4): x.flat[i] = out[i]": ["[1]"]}
+
+
 @pytest.mark.parametrize("statement, copied", [
-    ("np.dot(A, x, out)", "[]"), ("out[:] = np.dot(A, x)", "[]"), ("out[:] = A.dot(x)", "[]"),
-    ("out[:] = 1; np.dot(A, out, x)", "[1]"), ("np.dot(A, out, out=x); out[:] = 1", "[1]"),
-])  # fmt: skip
-def test_operands_of_dot_are_not_copied(statement, copied, caplog):
+    *FLATS.items(), *[pytest.param(*row, marks=pytest.mark.needs("scipy")) for row in DOTS.items()],
+], ids=words_of)  # fmt: skip
+def test_input_is_copied_only_if_the_kernel_may_store_to_it(statement, copied, caplog):
+    """Numba ignores read-only arrays in both functions, and LLVM proves that most of these kernels only read x."""
     kernel = numba.njit(kernel_from_body(statement, "A, x, out"))
-    jax.eval_shape(wrap(kernel, lambda A, x: x), spec(4, 4), SPEC_4)
-    assert re.findall(r"gets copies of its inputs (\S+),", caplog.text) == [copied] * (copied != "[]")
-
-
-def test_input_is_not_copied_if_llvm_proves_that_it_is_only_read(caplog):
-    """Numba ignores read-only arrays in `x.flat`, and its IR shows a use of x that may store."""
-    for code, is_copied in {"out[i] = x.flat[i]": False, "x.flat[i] = out[i]": True}.items():
-        caplog.clear()
-        kernel = njit_body(f"for i in range(4): {code}")
-        jax.eval_shape(wrap(kernel, zero_outputs=True), SPEC_4)
-        assert ("gets copies of its inputs [0]" in caplog.text) == is_copied
+    jax.eval_shape(wrap(kernel, like_last, zero_outputs=True), spec(4, 4), SPEC_4)
+    assert re.findall(r"gets copies of its inputs (\S+),", caplog.text) == copied
 
 
 # -- new outputs start from zeros ------------------------------------------------------------------------
@@ -1772,9 +1817,9 @@ def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1):
 
 
 READS_OUTPUT = {  # kernels that read outputs before they store to them, or store to some elements only
-    "conditional store": "for i in range(x.size):\n        if x[i] > 0: out[i] = x[i]",
-    "split read-modify-write": "for i in range(x.size):\n        t = out[i]\n        t += x[i]\n        out[i] = t",
-    "running maximum": "for i in range(x.size):\n        t = out[0]\n        if t < x[i]: out[0] = x[i]",
+    "conditional store": "for i in range(x.size):\n    if x[i] > 0: out[i] = x[i]",
+    "split read-modify-write": "for i in range(x.size):\n    t = out[i]\n    t += x[i]\n    out[i] = t",
+    "running maximum": "for i in range(x.size):\n    t = out[0]\n    if t < x[i]: out[0] = x[i]",
     "array expression": "out += x",
 }
 DIRTY_BATCHES = {  # batch dimensions, size of a slice, options
@@ -1863,8 +1908,8 @@ def test_scratch_is_not_a_result():
     call = jax.vmap(wrap(kernel_from_body("s[0] = np.nan; out[0] = 1", "x, out, s"), scratch=spec(2)))
     with jax.debug_nans(True):
         check_close(call(x), x)
-    for equation in jax.make_jaxpr(call)(x).eqns:
-        assert len(equation.outvars) == 1
+    (equation,) = jax.make_jaxpr(call)(x).eqns
+    assert len(equation.outvars) == 1
 
 
 # -- in-place updates, side effects and loops -----------------------------------------------------------
@@ -1889,12 +1934,12 @@ add_1_at = wrap(kernel_from_body("v[i] += 1", "v, i"), in_out_argnames=["v"], sc
 
 
 def add_1_in_op(v, i):
-    return op_with(lambda outs: add_1_at)(v, i, outs=like_first)
+    return op_with_generator(lambda outs: add_1_at)(v, i, outs=like_first)
 
 
 def copies_of_state(function):
     """Return how often a program copies the whole state, in loops and elsewhere."""
-    loops, entry = jax.jit(function).lower(LARGE).compile().as_text().split("\nENTRY ")
+    loops, entry = jax.jit(function).lower(LARGE_SPEC).compile().as_text().split("\nENTRY ")
     return [len(re.findall(r"= f32\[[\d,]{6,}\]\S* copy\(", code)) for code in (loops, entry)]
 
 
@@ -2008,21 +2053,21 @@ def load_beside_other_kernel(program):
     return np.asarray(load_exported(program)(ONES))
 
 
-def closures(expression, values):
+def kernels_closing_over(expression, values):
     """Return the kernels that one `def` creates, one for each value of `v` in the expression."""
     source = f"def make(v):\n    def kernel(x, out):\n        out[0] = {expression}\n    return kernel"
-    return list(map(kernel_from(source, name="make"), values))
+    return list(map(function_from(source, name="make"), values))
 
 
-def executables(step):
+def compile_variants(step):
     """Compile kernels that differ in captured values, helpers or options.  `step` of -1 reverses their order."""
     rows = np.arange(4).reshape(2, 2)
-    helpers = [helper("a + n", n=6), helper("a + n", n=7)]
+    helpers = [jitted_helper("a + n", n=n) for n in (6, 7)]
     options_with_set = {"fastmath": {"nnan", "nsz", "arcp", "contract"}}  # the order of a set depends on the process
     kernels = [
-        *closures("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
-        *closures("x[0] + v[1, 0] + 0.75", [rows, rows.T]),
-        *closures("v(x[0])", [math.sin, math.cos, *helpers]),
+        *kernels_closing_over("math.copysign(np.array([v]).itemsize + x[0], v)", [0.0, -0.0, True, np.float32(1)]),
+        *kernels_closing_over("x[0] + v[1, 0] + 0.75", [rows, rows.T]),
+        *kernels_closing_over("v(x[0])", [math.sin, math.cos, *helpers]),
         *map(kernel_storing, ["np.sinh(x[0])", "np.cosh(x[0])", "x[0] + 40", "x[0] + 50"]),
         *map(kernel_storing, ["80 + (x.size in {4, 9})", "80 + (x.size in {5, 9})"]),  # constants of type frozenset
         numba.njit(**options_with_set)(kernel_storing("x[0] / 7")),
@@ -2030,8 +2075,8 @@ def executables(step):
     return [jax.jit(wrap(kernel, spec(1))).lower(SPEC_4).compile() for kernel in kernels[::step]]
 
 
-def load_executables(serialized):
-    executables(-1)
+def load_serialized_variants(serialized):
+    compile_variants(-1)
     load = serialize_executable.deserialize_and_load
     return [load(*data, execution_devices=jax.devices()[:1])(ONES) for data in serialized]
 
@@ -2039,10 +2084,11 @@ def load_executables(serialized):
 @pytest.mark.processes
 def test_target_names_do_not_depend_on_creation_order():
     """Serialized executables of another process find the kernels of this process by their names."""
-    compiled = executables(1)
+    compiled = compile_variants(1)
     here = np.concatenate([program(ONES) for program in compiled])
     assert len(set(here)) == len(here)  # a wrong kernel would change a result
-    loaded = another_process().submit(load_executables, list(map(serialize_executable.serialize, compiled))).result()
+    serialized = list(map(serialize_executable.serialize, compiled))
+    loaded = another_process().submit(load_serialized_variants, serialized).result()
     np.testing.assert_array_equal(np.concatenate(loaded), here)
 
 
@@ -2071,7 +2117,7 @@ def numba_kernel_adding(n):
 
 
 def warp_kernel_adding(n):
-    kernel = kernels_from({"kernel": ("x: floats, out: floats", f"out[i] = x[i] + {n}.0")})["kernel"]
+    kernel = warp_kernels_from({"kernel": ("x: floats, out: floats", f"out[i] = x[i] + {n}.0")})["kernel"]
     return xk.warp_kernel(kernel, like_first, name="registered later by Warp")
 
 
@@ -2095,7 +2141,7 @@ def test_failed_registration_releases_name(make, monkeypatch):
 def test_redefined_kernel_keeps_its_name_if_unchanged():
     """`importlib.reload` redefines a kernel, possibly some lines further down."""
     for n in range(2):
-        kernel = kernel_from("\n" * n + "def kernel(x, out):\n    out[0] = math.floor(x[0]) + constant", constant=1)
+        kernel = function_from("\n" * n + "def kernel(x, out):\n    out[0] = math.floor(x[0]) + constant", constant=1)
         assert wrap(kernel, name="defined again")(ONES)[0] == 2
     changed = kernel_storing("math.floor(x[0]) + constant", constant=5)
     with pytest.raises(ValueError, match=r"'defined again' is in use.*another kernel of this process.*name='def"):
@@ -2104,29 +2150,17 @@ def test_redefined_kernel_keeps_its_name_if_unchanged():
 
 
 # ======================================================================================================
-# Numba CUDA.  The names of tests say where they run: test_cuda_ anywhere, test_fakecuda_ in the process with a fake
-# driver that test_cuda_fake_driver starts, test_on_cuda_ on a GPU or in Numba's simulator, test_gpu_ only on a GPU
-
-on_gpu = pytest.mark.needs("gpu")
-on_device = pytest.mark.needs("cuda")  # on a GPU or, in the same way, in the simulator
+# Numba CUDA.  The names of tests say where they run:
+#
+#     test_cuda_              anywhere
+#     test_fakecuda_          in the process with a fake driver, which test_cuda_fake_driver starts
+#     test_fakecuda_or_gpu_   in that process, and on a GPU
+#     test_on_cuda_           in the process with Numba's simulator, which test_cuda_simulator starts, and on a GPU
+#     test_cudasim_           in the process with the simulator
+#     test_gpu_               on a GPU
 
 
 # -- tests that run in a process with another environment ------------------------------------------------
-
-ROOT = pathlib.Path(__file__).parent
-
-
-def run_python(*args, cwd=ROOT, timeout=900, rc=0, **environment):
-    """Run Python in a new process, check its exit code, and return its output."""
-    search_path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUTF8": "1"}
-    environment = {**os.environ, **paths, **environment}
-    command = [sys.executable, *map(str, args)]
-    pipes = {"capture_output": True, "encoding": "utf-8", "timeout": timeout}
-    process = subprocess.run(command, cwd=cwd, env=environment, **pipes)
-    output = f"exit code {process.returncode}\n{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
-    assert process.returncode == rc, output
-    return process.stdout
 
 
 def outcomes_elsewhere(*selection, folder, **environment):
@@ -2140,15 +2174,13 @@ def outcomes_elsewhere(*selection, folder, **environment):
     return json.loads(path.read_text())
 
 
-def check_all_passed(outcomes, name, parameter="", skips_for=()):
-    """Check that a test, or all tests whose names start so, ran and passed, with parameters that have this text.
+def check_all_passed(outcomes, prefix, parameter="", skips_for=()):
+    """Check that all tests whose names start with this prefix passed, with the parameters that contain this text.
 
     Some may be skipped because of the conditions `skips_for`, if these are not met.
     """
-    functions = {name} if name in globals() else {test for test in globals() if test.startswith(name)}
-    found = {
-        test: outcome for test, outcome in outcomes.items() if test.partition("[")[0] in functions and parameter in test
-    }
+    functions = {name for name in globals() if name.startswith(prefix)}
+    found = {test: outcome for test, outcome in outcomes.items() if test.startswith(prefix) and parameter in test}
     skips = {f"{name}: {conftest.missing(name)}" for name in skips_for if conftest.missing(name)}
     assert "passed" in found.values() and set(found.values()) <= {"passed", *skips}
     assert {test.partition("[")[0] for test in found} == functions
@@ -2176,8 +2208,8 @@ cuda_jit = cuda.jit if cuda else identity
 cuda_helper = cuda.jit(device=True) if cuda else identity
 
 
-def cuda_kernel(code):
-    return cuda.jit(function_with_body(code))
+def cuda_kernel_from_body(code):
+    return cuda.jit(kernel_from_body(code))
 
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
@@ -2203,14 +2235,14 @@ KERNEL_NUMBERS = itertools.count(1)
 
 def new_cuda_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, **options):
     """Return a kernel that no other test has compiled, because its code has a number of its own."""
-    function = kernel_from_body(f"{body}\n    number = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
+    function = kernel_from_body(f"{body}\nnumber = {next(KERNEL_NUMBERS)}", parameters, cuda=package_cuda, **names)
     return package_cuda.jit(**options)(function)
 
 
-BLOCK = {"grid": 1, "block": 1}
+ONE_THREAD = {"grid": 1, "block": 1}
 
 
-def batch_op(kernel, **options):
+def wrap_cuda(kernel, **options):
     """Wrap a kernel for arrays of seven elements."""
     return xk.numba_cuda_kernel(kernel, **{"outs": like_first, "launch_dims": 7, "threads_per_block": 8, **options})
 
@@ -2238,19 +2270,19 @@ def run_for_cuda(function, *args):
 def test_cuda_empty_launch_adds_no_custom_call():
     """XLA cannot capture an empty launch in a CUDA graph."""
     options = {"launch_dims": lambda x: x.size - 3, "input_output_aliases": {0: 1}, "zero_outputs": False}
-    op = xk.numba_cuda_kernel(cuda.jit(lambda x, y, z: None), lambda x: (x, x), **options)
-    assert "custom_call" in lower_for_cuda(jax.vmap(op), spec(1, 4))
-    assert "custom_call" not in lower_for_cuda(jax.vmap(op), spec(0, 4))
-    assert "custom_call" not in lower_for_cuda(op, spec(3))
-    check_close(run_for_cuda(op, jnp.arange(3.0)), ([0, 0, 0], [0, 1, 2]))
+    call = xk.numba_cuda_kernel(cuda.jit(lambda x, y, z: None), lambda x: (x, x), **options)
+    assert "custom_call" in lower_for_cuda(jax.vmap(call), spec(1, 4))
+    assert "custom_call" not in lower_for_cuda(jax.vmap(call), spec(0, 4))
+    assert "custom_call" not in lower_for_cuda(call, spec(3))
+    check_close(run_for_cuda(call, jnp.arange(3.0)), ([0, 0, 0], [0, 1, 2]))
 
 
 @pytest.mark.needs("no gpu", "compiler")
 def test_cuda_kernel_without_gpu_is_rejected():
-    op = batch_op(cuda.jit(cuda_add))
-    for call in (op, op, jax.jit(op)):
+    call = wrap_cuda(cuda.jit(cuda_add))
+    for f in (call, call, jax.jit(call)):
         with pytest.raises(NotImplementedError, match=r"'cuda_add' .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
-            call(ONES, ONES)
+            f(ONES, ONES)
 
 
 def trace_cuda(kernel=None, outs=SPEC_4, **options):
@@ -2261,7 +2293,7 @@ def trace_cuda(kernel=None, outs=SPEC_4, **options):
 # -- CUDA kernels that write to inputs, or never store to outputs -----------------------------------------
 # Each row is the body of a kernel of `x` and `out`.
 
-PART = slice(0, 2)
+FIRST_TWO = slice(0, 2)
 
 
 @cuda_helper  # np.place and np.random.shuffle change their arguments, but helpers of these names need not
@@ -2283,25 +2315,25 @@ TUPLE_OF_HELPERS = (bump,)
 
 
 def trace_one_thread(code, *inputs, **options):
-    call = xk.numba_cuda_kernel(cuda_kernel(code), like_first, grid=1, block=1, **options)
+    call = xk.numba_cuda_kernel(cuda_kernel_from_body(code), like_first, grid=1, block=1, **options)
     jax.eval_shape(call, *inputs)
 
 
 NOT_COMPILED_BY_SUCCESSOR = "bump(*(x, 0))", "x.flat[0] = 1"  # by numba-cuda-mlir 0.6
 CUDA_WRITES_TO_INPUT = [  # in ways that Numba CUDA does not reject
     *NOT_COMPILED_BY_SUCCESSOR, "cuda.atomic.add(x, 0, 1)", "bump(x, 0)", "TUPLE_OF_HELPERS[0](x, 0)",
-    "x.view(np.int32)[0] = 1", "part = x[PART]\ncuda.atomic.max(part, 0, 1)",
+    "x.view(np.int32)[0] = 1", "part = x[FIRST_TWO]\ncuda.atomic.max(part, 0, 1)",
     "f = lambda i: cuda.atomic.add(x, i, out[i])\nf(0)", "pair = (x,) + (out,)\ncuda.atomic.add(pair[0], 0, 1)",
     "for _ in range(2):\n    cuda.atomic.add(out, 0, 1)\n    out = x",
 ]  # fmt: skip
 
 
-@pytest.mark.needs("cuda")
+@needs_cuda
 @pytest.mark.parametrize("code", CUDA_WRITES_TO_INPUT, ids=words_of)
 def test_on_cuda_write_to_input_raises(code):
     """The simulator raises NumPy's error for read-only arrays."""
     x = jnp.array([3.0, 1.0, 4.0, 2.0])
-    call = xk.numba_cuda_kernel(cuda_kernel(code), like_first, grid=1, block=1, zero_outputs=True)
+    call = xk.numba_cuda_kernel(cuda_kernel_from_body(code), like_first, grid=1, block=1, zero_outputs=True)
     text = r"(writes|may write) to input 'x'.*in_out_argnames|(destination|array) is read-only"
     if is_successor(cuda) and code in NOT_COMPILED_BY_SUCCESSOR:
         text += "|numba_cuda_mlir.cuda cannot compile"
@@ -2312,7 +2344,7 @@ def test_on_cuda_write_to_input_raises(code):
 
 @pytest.mark.needs("cuda.jit")
 @pytest.mark.parametrize("code", [
-    "cuda.atomic.add(out, 0, x[0])", "place(out, 0, shuffle(x, 0))", "part = out[PART]\npart[0] = x[0]",
+    "cuda.atomic.add(out, 0, x[0])", "place(out, 0, shuffle(x, 0))", "part = out[FIRST_TWO]\npart[0] = x[0]",
     "def store(i, value):\n    out[i] = value\nstore(0, x[0])", "f = lambda i: cuda.atomic.add(out, i, x[i])\nf(0)",
     "bits = x.view(np.int32)\nout[0] = bits[0]", "pair = x, out\npair[1][0] = pair[0][0]",
     "a, b = out, x\na, b = b, a\nb[0] = a[0]",
@@ -2333,140 +2365,20 @@ def test_cuda_output_or_in_out_argument_never_stored_to_raises(code):
 
 @pytest.mark.needs("cuda.jit")
 def test_cuda_helper_named_grid_does_not_count_as_cuda_grid():
-    grid = cuda.jit(device=True)(kernel_from("def grid(n): return n", name="grid"))
+    grid = cuda.jit(device=True)(function_from("def grid(n): return n", name="grid"))
     trace_cuda(cuda.jit(kernel_storing("grid(3)", grid=grid)), launch_dims=1)
 
 
-# -- a fake driver --------------------------------------------------------------------------------------
-# A process without a GPU can load this C library as `libcuda.so.1`.  It has two GPUs, logs launches and memsets, and
-# runs no kernel.  The packages compile kernels and load them.  Programs are lowered for CUDA and run on the CPU, whose
-# memory the fake GPUs share.  All functions that are not defined here succeed and do nothing.
-
-FAKE_DRIVER = r"""
-#include <dlfcn.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-typedef int Result;
-typedef unsigned Size;
-typedef uintptr_t Handle;  // contexts: 16 + ordinal of the GPU; modules and their functions: 16 n + 8 + ordinal
-
-// Tests set these variables.
-int device;        // the GPU of XLA's context, which is current in threads that have set no other
-int n_params;      // how many parameters of a launch are logged
-char failing[64];  // the function that fails when it is called next
-
-// The log has a line of JSON for each call.
-static char log_text[1 << 16];
-static int log_size;
-#define LOG(...) (log_size += snprintf(log_text + log_size, sizeof log_text - log_size, __VA_ARGS__))
-const char *take_log(void) {
-  log_text[log_size] = 0;
-  log_size = 0;
-  return log_text;
-}
-
-static Result result_of(const char *function) {
-  if (strcmp(failing, function)) { return 0; }
-  *failing = 0;
-  return 2;  // CUDA_ERROR_OUT_OF_MEMORY
-}
-Result cuGetErrorName(int error, const char **name) { *name = "CUDA_ERROR_OUT_OF_MEMORY"; return 0; }
-
-// devices and contexts
-static __thread Handle contexts[64];  // the stack of this thread
-static __thread int n_contexts;
-static Handle current_context(void) { return n_contexts ? contexts[n_contexts - 1] : 0; }
-Result cuInit(void) { return 0; }
-Result cuDriverGetVersion(int *version) { *version = 13000; return 0; }
-Result cuDeviceGetCount(int *count) { *count = 2; return 0; }
-Result cuDeviceGetAttribute(int *value, int attribute, int ordinal) {
-  int compute_capability[] = {9, 0}, shared_bytes_of_block = 232448;
-  *value = attribute == 75 || attribute == 76 ? compute_capability[attribute - 75] :
-           attribute == 97 ? shared_bytes_of_block : 1024;
-  return 0;
-}
-Result cuDevicePrimaryCtxRetain(Handle *context, int ordinal) { *context = 16 + ordinal; return 0; }
-Result cuCtxGetCurrent(Handle *context) { *context = current_context(); return 0; }
-Result cuCtxGetDevice(int *ordinal) { *ordinal = current_context() ? current_context() - 16 : device; return 0; }
-Result cuCtxPushCurrent_v2(Handle context) { contexts[n_contexts++] = context; return 0; }
-Result cuCtxPopCurrent_v2(Handle *context) {
-  if (!n_contexts) { return 201; }
-  *context = contexts[--n_contexts];
-  return 0;
-}
-Result cuCtxSetCurrent(Handle context) { contexts[n_contexts ? n_contexts - 1 : n_contexts++] = context; return 0; }
-
-// code: handlers load modules, and the packages load libraries
-static Handle last_handle = 1024;
-Result cuLibraryLoadData(Handle *library) { *library = last_handle += 16; return 0; }
-Result cuLibraryGetKernel(Handle *kernel, Handle library) { *kernel = library; return 0; }
-Result cuModuleLoadData(Handle *module, const char *image) {
-  *module = (last_handle += 16) + 8 + current_context() - 16;
-  return memcmp(image, "\177ELF", 4) ? 200 : result_of(__func__);
-}
-Result cuModuleGetFunction(Handle *function, Handle module) { *function = module; return 0; }
-static int dynamic_shared_limit;
-Result cuFuncGetAttribute(int *value, int attribute, Handle function) {
-  *value = attribute == 8 ? dynamic_shared_limit : 128;  // also the static shared memory, and the threads of a block
-  return 0;
-}
-Result cuFuncSetAttribute(Handle function, int attribute, int value) {
-  if (attribute == 8) { dynamic_shared_limit = value; }
-  return 0;
-}
-
-// memory and launches
-Result cuMemcpyDtoDAsync_v2(void *target, void *source, size_t size) { memmove(target, source, size); return 0; }
-Result cuMemsetD8Async(void *target, unsigned char value, size_t size) {
-  LOG("[\"set %zu bytes\", %d]\n", size, value);
-  memset(target, value, size);
-  return result_of(__func__);
-}
-Result cuLaunchKernel(Handle function, Size gx, Size gy, Size gz, Size bx, Size by, Size bz, Size shared,
-                      Handle stream, uint64_t **params) {
-  int is_of_handler = function & 8, ordinal = is_of_handler ? function & 7 : (int)current_context() - 16;
-  LOG("[\"%s %d: %u,%u,%u x %u,%u,%u +%u%s\", [", is_of_handler ? "native" : "numba", ordinal,
-      gx, gy, gz, bx, by, bz, shared, stream == 0x5eed ? "" : " on another stream");
-  for (int i = 0; i < n_params; i++) { LOG("%s%llu", i ? ", " : "", (unsigned long long)*params[i]); }
-  LOG("]]\n");
-  return result_of(__func__);
-}
-typedef struct { Size gx, gy, gz, bx, by, bz, shared; Handle stream; } Config;
-Result cuLaunchKernelEx(const Config *c, Handle function, uint64_t **params) {
-  return cuLaunchKernel(function, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, params);
-}
-
-Result cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
-  char versioned[128];
-  void *self = dlopen("libcuda.so.1", RTLD_LAZY);
-  snprintf(versioned, sizeof versioned, "%s_v2", name);
-  *function = dlsym(self, versioned);
-  if (!*function) { *function = dlsym(self, name); }
-  if (!*function) { *function = cuInit; }
-  if (status) { *status = 0; }
-  return 0;
-}
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
-def test_cuda_fake_driver(tmp_path):
-    """Run the tests that need the fake driver, with the packages that are installed."""
-    (tmp_path / "fake.c").write_text(FAKE_DRIVER)
-    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake.c -ldl".split()
-    subprocess.run(["gcc", *flags], cwd=tmp_path, check=True)
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
-        "XLA_KERNELS_FAKE_CUDA": "1",
-    }
-    outcomes = outcomes_elsewhere("--needing=fake driver", folder=tmp_path, **environment)
-    for module, package in CUDA_PACKAGES.items():
-        if not conftest.missing(package):
-            check_all_passed(outcomes, "test_fakecuda_", f"[{module}")
+# -- fakes of a GPU -------------------------------------------------------------------------------------
+# Where there is no GPU, three classes let handlers for CUDA run.  Programs are lowered for CUDA, and run on the CPU.
+#
+#     FakeXlaGpu      the base class: JAX lists two GPUs, and XLA gives handlers a stream and a device
+#     FakeCudaDriver  also a fake `libcuda.so.1` (.ci/fake_cuda_driver.c), for the packages of Numba CUDA.  The packages
+#                     compile kernels and load them.  Launches are logged, and no kernel runs.  Its tests are named
+#                     test_fakecuda_, and run in the process that test_cuda_fake_driver starts.
+#     FakeWarp        also a fake `wp.launch`, in the section about Warp.  Kernels run on the CPU, in any process.
+#
+# On a real GPU, a test with `LaunchCounter` runs there instead.
 
 
 def capsule_address(capsule):
@@ -2475,8 +2387,8 @@ def capsule_address(capsule):
     return get_pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, None)
 
 
-class FakeGpus:
-    """Two GPUs in JAX's list of devices.  Handlers for CUDA run on the CPU, with a stream and a device."""
+class FakeXlaGpu:
+    """Two GPUs in JAX's list of devices.  Handlers for CUDA are registered for the CPU, and called with a fake API."""
 
     HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
     device = 0  # the ordinal of the GPU that handlers get
@@ -2502,7 +2414,7 @@ class FakeGpus:
         self.register(name, handler, "cpu", **options)
 
     def call(self, name, handler, frame_address):
-        """Call a handler with an API that has a GPU.  If the frame asks for metadata, record the traits."""
+        """Call a handler with an API that has a stream and a device.  If XLA asks for metadata, record the traits."""
         frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
         if frame.extension_start:
             error = handler(frame_address)
@@ -2527,6 +2439,27 @@ class FakeGpus:
         return {self.traits_of[target] for target in targets_in(lower_for_cuda(function, *args))}
 
 
+# -- with the fake CUDA driver ----------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
+def test_cuda_fake_driver(tmp_path):
+    """Run the tests that need the fake driver, with the packages that are installed."""
+    flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1".split()
+    subprocess.run(["gcc", *flags, ROOT / ".ci/fake_cuda_driver.c", "-ldl"], cwd=tmp_path, check=True)
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "NUMBA_CUDA_DRIVER": str(tmp_path / "libcuda.so.1"),
+        "XLA_KERNELS_FAKE_CUDA": "1",
+    }
+    outcomes = outcomes_elsewhere("--needing=fake driver", folder=tmp_path, **environment)
+    for module, package in CUDA_PACKAGES.items():
+        if not conftest.missing(package):
+            check_all_passed(outcomes, "test_fakecuda_", f"[{module}")
+
+
 class DeviceArray:
     """An object with the interface of a device array."""
 
@@ -2535,7 +2468,7 @@ class DeviceArray:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}
 
 
-class FakeDriver(FakeGpus):
+class FakeCudaDriver(FakeXlaGpu):
     """The fake GPUs together with the fake `libcuda.so.1`.
 
     The text of a launch is, for example, "native 0: 7,2,3 x 32,1,1 +64": a handler ("native") or a package ("numba")
@@ -2570,7 +2503,8 @@ class FakeDriver(FakeGpus):
     def launches_and_addresses(self, package_cuda, arrays_of_launches, function, *args):
         """Call a function, and return the texts of its launches and the addresses of the arrays in each of them.
 
-        All other parameters (sizes, shapes and strides) must be those of a launch of such arrays by the package.
+        All other parameters must be those of a launch by the package itself, with such arrays at placeholder addresses.
+        For five floats, numba-cuda passes 0, 0, 5, 4, placeholder, 5, 4: sizes, the address, the shape and the strides.
         """
         n_arrays = len(arrays_of_launches[0])
         words_of_array = 3 if is_successor(package_cuda) else 5  # without its shape and strides
@@ -2589,21 +2523,22 @@ class FakeDriver(FakeGpus):
         return texts, addresses
 
 
-fake_driver = functools.cache(FakeDriver)  # one for all tests, because XLA keeps handlers forever
+@pytest.fixture(scope="session")
+def fake_driver():
+    return FakeCudaDriver()  # one for all tests, because XLA keeps handlers forever
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    found = fake_driver()
-    found.patch(monkeypatch)
-    found.set(device=0, n_params=0)
-    found.fail("")
-    found.log()
-    return found
+def fake_cuda(fake_driver, monkeypatch):
+    fake_driver.patch(monkeypatch)
+    fake_driver.set(device=0, n_params=0)
+    fake_driver.fail("")
+    fake_driver.log()
+    return fake_driver
 
 
 @pytest.fixture(params=FAKE_DRIVER_PACKAGES)
-def package_cuda(request, gpus):
+def package_cuda(request, fake_cuda):
     """Return the `cuda` module of a package, in a process that has the fake driver."""
     return importlib.import_module(request.param)
 
@@ -2614,19 +2549,19 @@ def array_and_address(shape, dtype="float32"):
     return array, array.unsafe_buffer_pointer()
 
 
-def new_cuda_op(package_cuda, parameters="x, out", **options):
+def new_cuda_wrapper(package_cuda, parameters="x, out", **options):
     """Wrap a kernel that no other test has compiled, and that stores nothing.  By default it has one thread."""
-    options = {"outs": like_first, "zero_outputs": True, **BLOCK, **options}
+    options = {"outs": like_first, "zero_outputs": True, **ONE_THREAD, **options}
     return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters), **options)
 
 
-def test_fakecuda_handler_packs_arrays_like_package(gpus, package_cuda):
+def test_fakecuda_handler_packs_arrays_like_package(fake_cuda, package_cuda):
     """The arrays have zero to three dimensions and all dtypes."""
     dtypes = [name for name in dtypes_of("cuda") if not DTYPES[name].needs_x64]
     inputs, expected = zip(*[array_and_address((2, 3, 4)[: k % 4], dtype) for k, dtype in enumerate(dtypes)])
     out, scratch = spec(4, 5, dtype="int16"), spec(6)
-    op = new_cuda_op(package_cuda, ", ".join([*dtypes, "out", "scratch"]), outs=out, scratch=scratch)
-    _, [addresses] = gpus.launches_and_addresses(package_cuda, [[*inputs, out, scratch]], op, *inputs)
+    call = new_cuda_wrapper(package_cuda, ", ".join([*dtypes, "out", "scratch"]), outs=out, scratch=scratch)
+    _, [addresses] = fake_cuda.launches_and_addresses(package_cuda, [[*inputs, out, scratch]], call, *inputs)
     assert addresses[:-2] == list(expected)
     assert len({0, *addresses}) == 1 + len(addresses)
 
@@ -2637,16 +2572,16 @@ def test_fakecuda_handler_packs_arrays_like_package(gpus, package_cuda):
     ({"launch_dims": (9, 8, 5)}, "2,1,2 x 8,8,4 +0"),
     ({"grid": (2, 3), "block": (4, 5, 6), "shared_mem": 64}, "2,3,1 x 4,5,6 +64"),
 ], ids=["launch_dims 1d", "launch_dims 2d", "launch_dims 3d", "grid and block"])  # fmt: skip
-def test_fakecuda_handler_launches_on_device_and_stream_of_call(gpus, package_cuda, options, launch):
+def test_fakecuda_handler_launches_on_device_and_stream_of_call(fake_cuda, package_cuda, options, launch):
     """One memset zeros all slices before two launches."""
     options = {"vmap_method": "sequential", "zero_outputs": True, **options}
-    op = jax.vmap(xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, "x, out", "pass"), like_first, **options))
+    call = jax.vmap(xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, "x, out", "pass"), like_first, **options))
     batch = jnp.ones((2, 3))
     for device in 0, 1:
-        gpus.set(device=device)
-        assert not run_for_cuda(op, batch).any()
-        assert gpus.log() == [["set 24 bytes", 0], *[[f"native {device}: {launch}", []]] * 2]
-    assert gpus.traits(op, batch) == {1}
+        fake_cuda.set(device=device)
+        assert not run_for_cuda(call, batch).any()
+        assert fake_cuda.log() == [["set 24 bytes", 0], *[[f"native {device}: {launch}", []]] * 2]
+    assert fake_cuda.traits(call, batch) == {1}
 
 
 @pytest.mark.parametrize("grid, sizes, expected", [
@@ -2655,17 +2590,17 @@ def test_fakecuda_handler_launches_on_device_and_stream_of_call(gpus, package_cu
     ((7, 2), (65_538, 1), {(0, 0, 0): "7,2,65535", (5 * 65_535, 0, 5 * 65_535): "7,2,3"}),
     ((7, 1, 2), (3, 2), {(5 * k % 15, k // 3 * 5, 5 * k): "7,1,2" for k in range(6)}),
 ], ids=["slices along z", "more slices than blocks along z", "grid with z"])  # fmt: skip
-def test_fakecuda_nested_batch_launches(gpus, package_cuda, grid, sizes, expected):
+def test_fakecuda_nested_batch_launches(fake_cuda, package_cuda, grid, sizes, expected):
     """In a batch launch, slices are the first dimension of each array.  Its size is 1 if the array is not batched."""
-    op = new_cuda_op(package_cuda, "x, y, out", block=32, grid=grid)
+    call = new_cuda_wrapper(package_cuda, "x, y, out", block=32, grid=grid)
     (x, x_data), (y, y_data) = [array_and_address((size, 5)) for size in sizes]
-    nested = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(None, 0))
+    nested = jax.vmap(jax.vmap(call, in_axes=(0, None)), in_axes=(None, 0))
     arrays_of_launches = []
     for text in expected.values():
         slices = int(text.split(",")[2])
         shapes = [(5,)] * 3 if len(grid) == 3 else [(slices, 5), (1, 5), (slices, 5)]
         arrays_of_launches.append([spec(*shape) for shape in shapes])
-    launches, addresses = gpus.launches_and_addresses(package_cuda, arrays_of_launches, nested, x, y)
+    launches, addresses = fake_cuda.launches_and_addresses(package_cuda, arrays_of_launches, nested, x, y)
     assert launches == [f"native 0: {text} x 32,1,1 +0" for text in expected.values()]
     offsets = np.array(addresses) - [x_data, y_data, addresses[0][2]]
     np.testing.assert_array_equal(offsets, 4 * np.array(list(expected)))
@@ -2679,16 +2614,16 @@ def test_fakecuda_nested_batch_launches(gpus, package_cuda, grid, sizes, expecte
      "its registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
      "dynamic shared memory, and the launch has 300000 (raised in kernel 'kernel')", 1),
 ])  # fmt: skip
-def test_fakecuda_driver_error_fails_only_its_call(gpus, package_cuda, function, text, n_launches):
+def test_fakecuda_driver_error_fails_only_its_call(fake_cuda, package_cuda, function, text, n_launches):
     options = {"grid": (1, 2), "block": (64, 4), "shared_mem": 300_000, "zero_outputs": True}
-    op = jax.vmap(new_cuda_op(package_cuda, vmap_method="sequential", **options))
+    call = jax.vmap(new_cuda_wrapper(package_cuda, vmap_method="sequential", **options))
     batch = jnp.ones((4, 2))
-    gpus.fail(function)
+    fake_cuda.fail(function)
     with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):  # while it is lowered, or at run time
-        run_for_cuda(op, batch)
+        run_for_cuda(call, batch)
     launch = ["native 0: 1,2,1 x 64,4,1 +300000", []]
-    assert gpus.log().count(launch) == n_launches
-    assert gpus.launches(op, batch) == [launch] * 4
+    assert fake_cuda.log().count(launch) == n_launches
+    assert fake_cuda.launches(call, batch) == [launch] * 4
 
 
 @pytest.mark.filterwarnings("ignore:Could not find source for function")  # a warning about debug kernels
@@ -2705,36 +2640,36 @@ def test_fakecuda_driver_error_fails_only_its_call(gpus, package_cuda, function,
     ("out[0] = n * x[0]", {"parameters": "x, n, out"},
      "Read and write it with n[()], or list an input in scalars=['n']"),
 ])  # fmt: skip
-def test_fakecuda_mistake_raises_when_traced(gpus, monkeypatch, package_cuda, body, options, text):
+def test_fakecuda_mistake_raises_when_traced(fake_cuda, monkeypatch, package_cuda, body, options, text):
     """Both packages get the same error, although their own errors differ."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     options = {"parameters": "x, out", **options}
     kernel = new_cuda_kernel(package_cuda, body=body, names={"jnp": jnp, "a": {0: 2.0}}, **options)
     inputs = [ONES, 2.0][: options["parameters"].count(",")]
     with pytest.raises(TypeError, match="(?s)" + ".*".join(map(re.escape, text.split(".*")))):
-        jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **BLOCK), *inputs)
+        jax.eval_shape(xk.numba_cuda_kernel(kernel, like_first, **ONE_THREAD), *inputs)
 
 
-def test_fakecuda_callable_launches_on_device_and_stream_of_call(gpus, package_cuda):
+def test_fakecuda_callable_launches_on_device_and_stream_of_call(fake_cuda, package_cuda):
     """The callable references its package by the default of a parameter."""
 
     def launch(x, out, stream, kernel=new_cuda_kernel(package_cuda, "x, out")):
         kernel[1, 8, stream](x, out)
 
-    gpus.set(device=1)
-    assert gpus.launches(xk.numba_cuda_callable(launch, like_first), ONES) == [["numba 1: 1,1,1 x 8,1,1 +0", []]]
+    fake_cuda.set(device=1)
+    assert fake_cuda.launches(xk.numba_cuda_callable(launch, like_first), ONES) == [["numba 1: 1,1,1 x 8,1,1 +0", []]]
 
 
-def test_fakecuda_captured_array_lives_as_long_as_program(gpus, package_cuda):
+def test_fakecuda_captured_array_lives_as_long_as_program(fake_cuda, package_cuda):
     """The global is set to another value before the program runs."""
     kernel = new_cuda_kernel(package_cuda, "x, out", "table[0]", names={"table": DeviceArray()})
     values = kernel.py_func.__globals__
     array = weakref.ref(values["table"])
     # numba-cuda-mlir 0.6.0 cannot compile this kernel for batch launches.
-    op = xk.numba_cuda_kernel(kernel, like_first, zero_outputs=True, vmap_method="sequential", **BLOCK)
-    run = program_for_cuda(jax.vmap(op), jnp.ones(4))
+    call = xk.numba_cuda_kernel(kernel, like_first, zero_outputs=True, vmap_method="sequential", **ONE_THREAD)
+    run = program_for_cuda(jax.vmap(call), jnp.ones(4))
     values["table"] = None
-    del kernel, op
+    del kernel, call
     jax.clear_caches()
     gc.collect()
     assert array() is not None
@@ -2768,7 +2703,7 @@ class CacheableKernels:
     pytest.param(CacheableKernels.read_by_helper, True, id="reads input in helper"),
 ])  # fmt: skip
 def test_fakecuda_cached_kernel_is_analyzed_but_not_recompiled(
-    gpus, package_cuda, tmp_path, monkeypatch, kernel, is_correct
+    fake_cuda, package_cuda, tmp_path, monkeypatch, kernel, is_correct
 ):
     """The second kernel is another object, as in another process."""
     config = "numba_cuda_mlir.numba_cuda.core.config" if is_successor(package_cuda) else "numba.core.config"
@@ -2777,19 +2712,19 @@ def test_fakecuda_cached_kernel_is_analyzed_but_not_recompiled(
         square = package_cuda.jit(device=True)(for_package(package_cuda, CacheableKernels.square))
         names = {"square": square, "store": package_cuda.stwt}
         cached = package_cuda.jit(cache=True)(for_package(package_cuda, kernel, **names))
-        op = xk.numba_cuda_kernel(cached, like_first, **BLOCK)
+        call = xk.numba_cuda_kernel(cached, like_first, **ONE_THREAD)
         if is_correct:
-            assert len(gpus.launches(op, ONES)) == 1
+            assert len(fake_cuda.launches(call, ONES)) == 1
         else:
             with pytest.raises(TypeError, match=r"[Ii]nputs are read-only|in_out_argnames"):
-                run_for_cuda(op, ONES)
+                run_for_cuda(call, ONES)
         assert (cached.stats.cache_hits.total(), cached.stats.cache_misses.total()) == (n_found, 1 - n_found)
 
 
 # -- on a GPU, or in Numba's simulator -----------------------------------------------------------------
 
 
-@on_device
+@needs_cuda
 def test_on_cuda_scalars_in_out_argument_and_shared_memory():
     options = {"in_out_argnames": ["y"], "scalars": ["n", "a"], "grid": 1, "block": 8}
 
@@ -2820,8 +2755,8 @@ def cuda_accumulate(x, out):
         cuda.atomic.add(out, i, x[i])
 
 
-copy_on_gpu, add_on_gpu, accumulate_on_gpu = map(cuda_jit, (cuda_copy, cuda_add, cuda_accumulate))
-KERNELS = (add_on_gpu,)
+copy_kernel, add_kernel, accumulate_kernel = map(cuda_jit, (cuda_copy, cuda_add, cuda_accumulate))
+CUDA_KERNELS = (add_kernel,)
 WORKSPACES = {}  # by shape, kept between calls
 
 
@@ -2840,37 +2775,37 @@ class Callables:
 
     def passes_slices_to_kernel_in_tuple(x, out, stream):
         for part in slice(0, 2), slice(2, None):
-            KERNELS[0][1, 8, stream](x[part], x[part], out[part])
+            CUDA_KERNELS[0][1, 8, stream](x[part], x[part], out[part])
 
     def launches_kernel_with_signature(x, out, stream):
         add_with_signature()[1, 8, stream](x, x, out)
 
     def updates_zeros(x, out, stream):
         for _ in range(2):
-            accumulate_on_gpu[1, 8, stream](x, out)
+            accumulate_kernel[1, 8, stream](x, out)
 
     def keeps_workspace(x, out, stream):
         if x.shape not in WORKSPACES:
             WORKSPACES[x.shape] = cuda.device_array(x.shape, x.dtype)
-        copy_on_gpu[1, 8, stream](x, WORKSPACES[x.shape])
-        add_on_gpu[1, 8, stream](WORKSPACES[x.shape], x, out)
+        copy_kernel[1, 8, stream](x, WORKSPACES[x.shape])
+        add_kernel[1, 8, stream](WORKSPACES[x.shape], x, out)
 
     def takes_all_arguments(*arrays):
         x, out, stream = arrays
-        add_on_gpu.forall(x.size, 0, stream)(x, x, out)
+        add_kernel.forall(x.size, 0, stream)(x, x, out)
 
 
-@on_device
+@needs_cuda
 @pytest.mark.parametrize("style", functions_of(Callables))
 def test_on_cuda_callable_accepts_indirect_launches(style):
     """Callables are ordinary Python.  No correct one is rejected."""
-    op = xk.numba_cuda_callable(vars(Callables)[style], like_first)
+    call = xk.numba_cuda_callable(vars(Callables)[style], like_first)
     batch = sample(2, 5)
-    check_close(op(batch[0]), 2 * batch[0])
-    check_close(jax.jit(jax.vmap(op))(batch), 2 * batch)
+    check_close(call(batch[0]), 2 * batch[0])
+    check_close(jax.jit(jax.vmap(call))(batch), 2 * batch)
 
 
-@on_device
+@needs_cuda
 def test_on_cuda_helper_with_signature_may_read_input():
     """numba-cuda passes no read-only array to such a helper, so the library reads its source."""
 
@@ -2883,9 +2818,9 @@ def test_on_cuda_helper_with_signature_may_read_input():
         for i in range(cuda.grid(1), n, 8):
             out[i] = twice_element(x, i)
 
-    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8, scalars=["n"])
+    call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8, scalars=["n"])
     batch = sample(2, 5)
-    check_close(jax.vmap(op, (0, None))(batch, 5), 2 * batch)
+    check_close(jax.vmap(call, (0, None))(batch, 5), 2 * batch)
 
 
 CALLABLE_WRITES = {  # statements of a callable
@@ -2897,10 +2832,10 @@ CALLABLE_WRITES = {  # statements of a callable
 }
 
 
-@on_device
+@needs_cuda
 @pytest.mark.parametrize("style", CALLABLE_WRITES)
 def test_on_cuda_callable_that_writes_to_input_is_rejected(style):
-    store_1 = new_cuda_kernel(cuda, "out", "i = cuda.grid(1)\n    if i < out.size: out[i] = 1")
+    store_1 = new_cuda_kernel(cuda, "out", "i = cuda.grid(1)\nif i < out.size: out[i] = 1")
     launch = kernel_from_body(CALLABLE_WRITES[style], "x, out, stream", store_1=store_1)
     x = jnp.arange(5.0, dtype=jnp.float32)
     error = error_of(xk.numba_cuda_callable(launch, like_first), x)
@@ -2909,50 +2844,50 @@ def test_on_cuda_callable_that_writes_to_input_is_rejected(style):
     np.testing.assert_array_equal(x, np.arange(5))
 
 
-@on_device
+@needs_cuda
 @pytest.mark.parametrize("kind", ["kernel", "callable"])
 def test_on_cuda_aliased_input_shares_memory_with_output(kind):
     kernel = new_cuda_kernel(cuda, "x, out", "i = cuda.grid(1); out[i] = 5; cuda.syncthreads(); out[i] = x[i] + 1")
-    op = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
+    call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
     if kind == "callable":  # it may write to the input
         launch = lambda x, out, stream: kernel[1, 4, stream](out, x)
-        op = xk.numba_cuda_callable(launch, like_first, input_output_aliases={"x": 0})
+        call = xk.numba_cuda_callable(launch, like_first, input_output_aliases={"x": 0})
     x = jnp.zeros(4)
-    np.testing.assert_array_equal(op(x), [6, 6, 6, 6])
+    np.testing.assert_array_equal(call(x), [6, 6, 6, 6])
     np.testing.assert_array_equal(x, [0, 0, 0, 0])
 
 
 def callable_from_body(body, **values):
     """Return a callable that references `cuda`, because the library finds the package of a callable by its globals."""
-    return kernel_from_body(f"cuda\n    {body}", "x, out, stream", cuda=cuda, **values)
+    return kernel_from_body(f"cuda\n{body}", "x, out, stream", cuda=cuda, **values)
 
 
-@on_device
+@needs_cuda
 @pytest.mark.parametrize("has_side_effect, n_calls", [(True, 1), (False, 0)])
 def test_on_cuda_side_effect_keeps_call_without_uses(has_side_effect, n_calls):
     """The callable counts its calls, and the program does not use its output."""
     shapes = []
     count_call = callable_from_body("shapes.append(x.shape)", shapes=shapes)
-    op = xk.numba_cuda_callable(count_call, like_first, has_side_effect=has_side_effect)
-    check_close(jax.block_until_ready(jax.jit(lambda x: (op(x), 2 * x)[1])(ONES)), 2 * ONES)
+    call = xk.numba_cuda_callable(count_call, like_first, has_side_effect=has_side_effect)
+    check_close(jax.block_until_ready(jax.jit(lambda x: (call(x), 2 * x)[1])(ONES)), 2 * ONES)
     jax.effects_barrier()
     assert len(shapes) == n_calls
 
 
-@on_device
+@needs_cuda
 def test_on_cuda_callable_runs_once_per_slice():
     """The callable is a method, whose code does not reference the kernel that it launches."""
 
     class Doubling:
-        kernels, shapes = {"add": add_on_gpu}, []
+        kernels, shapes = {"add": add_kernel}, []
 
         def launch(self, x, out, stream):
             self.kernels["add"][1, 8, stream](x, x, out)
             self.shapes.append(x.shape)
 
-    op = xk.numba_cuda_callable(Doubling().launch, like_first)
+    call = xk.numba_cuda_callable(Doubling().launch, like_first)
     x = sample(2, 2, 5)
-    check_close(jax.jit(jax.vmap(jax.vmap(op)))(x), 2 * x)
+    check_close(jax.jit(jax.vmap(jax.vmap(call)))(x), 2 * x)
     assert Doubling.shapes == [(5,)] * 4
 
 
@@ -2972,7 +2907,7 @@ def test_cuda_callable_gets_arrays_of_captured_or_imported_package(monkeypatch, 
     assert xk._callable_package(lambda: [module]).module == expected
 
 
-@on_device
+@needs_cuda
 @pytest.mark.parametrize("body, text", [
     ("raise LookupError(f'no table for {x.shape}')",
      r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'kernel'\)"),
@@ -2986,7 +2921,7 @@ def test_on_cuda_callable_errors_name_exception_and_callable(body, text):
     assert re.search(text, error_of(xk.numba_cuda_callable(callable_from_body(body), like_first), jnp.ones((1, 3))))
 
 
-@on_device
+@needs_cuda
 def test_on_cuda_op_passes_launch_to_decorated_kernel():
     op = xk.XLACustomKernel("add")
     op.def_numba_cuda_kernel(cuda.jit(cuda_add), launch_dims=lambda x, y: x.shape)
@@ -2998,57 +2933,69 @@ def test_on_cuda_op_passes_launch_to_decorated_kernel():
 @pytest.mark.needs("simulator")
 def test_cudasim_error_names_thread_and_simulator_continues():
     """The next kernel also shows that the simulator takes 0-d arrays."""
-    error = error_of(xk.numba_cuda_kernel(cuda.jit(kernel_from_body("x[0] = out[0] = 1")), like_first, **BLOCK), ONES)
+    store_to_input = cuda.jit(kernel_from_body("x[0] = out[0] = 1"))
+    error = error_of(xk.numba_cuda_kernel(store_to_input, like_first, **ONE_THREAD), ONES)
     text = "tid=[0, 0, 0] ctaid=[0, 0, 0]: assignment destination is read-only. Inputs are read-only, because JAX"
     assert f"ValueError: {text}" in error
     scale = kernel_from_body("i = cuda.grid(1); out[i] = x[i] * a[()]", "x, a, out", cuda=cuda)
-    op = xk.numba_cuda_kernel(cuda.jit(scale), like_first, grid=1, block=4)
-    check_close(op(ONES, np.float32(3)), 3 * ONES)
+    call = xk.numba_cuda_kernel(cuda.jit(scale), like_first, grid=1, block=4)
+    check_close(call(ONES, np.float32(3)), 3 * ONES)
 
 
 # -- batch launches, with the fake driver and each package, or on a GPU ----------------------------------
 
-LAUNCHED = []  # an item for each launch by handlers that were compiled while `count_launches` was active
+LAUNCHED = []  # an item for each launch by handlers that were compiled after `observe_launches`
 KEPT_ALIVE = []  # callbacks, because handlers are permanent
 
 
 def observe_driver(monkeypatch, name, argument_types, observer):
-    """Call `observer` with the arguments of a driver function, in handlers that are compiled from now on."""
-    kind, find = ctypes.CFUNCTYPE(ctypes.c_uint32, *argument_types), xk._LibCuda.address
+    """Call `observer` with the arguments of a driver function, in handlers that are compiled from now on.
+
+    A handler contains the address of the function.  It gets that of a callback, which also calls the function.
+    """
+    prototype, address_of = ctypes.CFUNCTYPE(ctypes.c_uint32, *argument_types), xk._LibCuda.address
 
     @functools.cache
-    def observed(address):
-        def call(*args):
+    def callback_address(function_address):
+        def callback(*args):
             observer(*args)
-            return kind(address)(*args)
+            return prototype(function_address)(*args)
 
-        KEPT_ALIVE.append(kind(call))
+        KEPT_ALIVE.append(prototype(callback))
         return ctypes.cast(KEPT_ALIVE[-1], ctypes.c_void_p).value
 
     def address(libcuda, function):
-        found = find(libcuda, function)
-        return observed(found) if function == name else found
+        found = address_of(libcuda, function)
+        return callback_address(found) if function == name else found
 
     monkeypatch.setattr(xk._LibCuda, "address", address)
 
 
-def count_launches(monkeypatch):
-    """Count the launches by handlers that are compiled from now on."""
-    kinds = [ctypes.c_void_p, *[ctypes.c_uint32] * 7, *[ctypes.c_void_p] * 3]
-    observe_driver(monkeypatch, "cuLaunchKernel", kinds, lambda *args: LAUNCHED.append(1))
+def observe_launches(monkeypatch):
+    """Append to LAUNCHED for each launch by handlers that are compiled from now on."""
+    argument_types = [ctypes.c_void_p, *[ctypes.c_uint32] * 7, *[ctypes.c_void_p] * 3]
+    observe_driver(monkeypatch, "cuLaunchKernel", argument_types, lambda *args: LAUNCHED.append(1))
+
+
+def count_launches(run):
+    """Call a function without arguments, and return the results and the number of launches."""
+    LAUNCHED.clear()
+    results = jax.block_until_ready(run())
+    return results, len(LAUNCHED)
 
 
 @pytest.fixture
 def memsets(monkeypatch):
     """Return a list that gets the size of each cuMemsetD8Async by handlers that are compiled from now on."""
     found = []
-    kinds = [ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p]
-    observe_driver(monkeypatch, "cuMemsetD8Async", kinds, lambda target, value, nbytes, stream: found.append(nbytes))
+    argument_types = [ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p]
+    append_size = lambda target, value, nbytes, stream: found.append(nbytes)
+    observe_driver(monkeypatch, "cuMemsetD8Async", argument_types, append_size)
     return found
 
 
 @pytest.fixture
-def reasons(caplog):
+def fallback_reasons(caplog):
     """Return a function that returns the logged reasons for per-slice launches, and clears the log."""
 
     def take():
@@ -3068,38 +3015,36 @@ def one_by_one(function, axes):
     return jax.vmap(jax.custom_batching.sequential_vmap(function), axes)
 
 
-PAIRS = sample(3, 7), sample(3, 7, seed=1)  # two batches of three slices
-SHARED = sample(3, 7), sample(7, seed=1)  # a batch and an unbatched operand
-AXES_OF_SHARED = (0, None)
+TWO_BATCHES = sample(3, 7), sample(3, 7, seed=1)  # two batches of three slices
+BATCH_AND_UNBATCHED = sample(3, 7), sample(7, seed=1)  # a batch and an unbatched operand
+FIRST_IS_BATCHED = (0, None)
 
 
 class LaunchCounter(typing.NamedTuple):
-    """A GPU or the fake driver, with handlers that count their launches."""
+    """A GPU, or a fake one, with handlers that count their launches."""
 
     run: Callable  # (function, *args) -> the results of a program for CUDA
-    cuda: types.ModuleType | None = None
-    has_numbers: bool = True  # False for the fake driver, which runs no kernel
+    cuda: types.ModuleType | None = None  # the package of Numba CUDA
+    computes: bool = True  # False with the fake driver, which runs no kernel
 
-    def check(self, function, inputs, n_launches, expected=None, axes=0):
+    def check_batch(self, function, inputs, n_launches, expected=None, axes=0):
         """Check the number of launches and the results of a batch, by default against one call per slice."""
-        LAUNCHED.clear()
-        results = self.run(jax.vmap(function, axes), *inputs)
-        assert len(LAUNCHED) == n_launches
-        if self.has_numbers:
+        results, found = count_launches(lambda: self.run(jax.vmap(function, axes), *inputs))
+        assert found == n_launches
+        if self.computes:
             expected = self.run(one_by_one(function, axes), *inputs) if expected is None else expected
             check_close(results, expected, 1e-4)
 
-    def check_threads(self, op):
+    def check_concurrent_batches(self, call):
         """Lower and run batches of four sizes at the same time.  Each is one launch."""
-        LAUNCHED.clear()
         barrier = threading.Barrier(4)
 
         def run_batch(n):
             barrier.wait()
-            self.run(jax.vmap(op), *[np.tile(x, (n, 1)) for x in PAIRS])
+            self.run(jax.vmap(call), *[np.tile(x, (n, 1)) for x in TWO_BATCHES])
 
-        in_threads(run_batch, [1, 2, 3, 4])
-        assert len(LAUNCHED) == 4
+        _, n_launches = count_launches(lambda: in_threads(run_batch, [1, 2, 3, 4]))
+        assert n_launches == 4
 
 
 IN_ORDER = {"vmap_method": "sequential"}
@@ -3107,115 +3052,131 @@ IN_ORDER = {"vmap_method": "sequential"}
 
 @pytest.fixture(params=[*FAKE_DRIVER_PACKAGES, pytest.param("gpu", marks=pytest.mark.needs("gpu", "cuda", "compiler"))])
 def cuda_counter(request, monkeypatch):
-    count_launches(monkeypatch)
+    observe_launches(monkeypatch)
     if request.param == "gpu":
         return LaunchCounter(run_on_gpu, cuda)
-    request.getfixturevalue("gpus")
-    return LaunchCounter(run_for_cuda, importlib.import_module(request.param), has_numbers=False)
+    request.getfixturevalue("fake_cuda")
+    return LaunchCounter(run_for_cuda, importlib.import_module(request.param), computes=False)
 
 
-THREAD_I = "i = cuda.grid(1)\n    if i < 7: "
-X_Y_OUT = "x, y, out", f"{THREAD_I}out[i] = x[max(i - 1, 0)] + y[i]"
+IF_BELOW_7 = "i = cuda.grid(1)\nif i < 7: "
+SHIFT_AND_ADD = f"{IF_BELOW_7}out[i] = x[max(i - 1, 0)] + y[i]"
 REVERSE = """i = cuda.grid(1)
-    tile = cuda.shared.array(8, "float32")
-    tile[cuda.threadIdx.x] = x[min(i, 6)]
-    cuda.syncthreads()
-    if i < 7: out[i] = tile[7 - cuda.threadIdx.x] + y[i]"""
-CUDA_BATCHES = {  # parameters and body, inputs, their axes, options, and the reason for one launch per slice
-    "stencil": (X_Y_OUT, PAIRS, 0, {}, None),
-    "in-out and scalar": (("x, a, y", f"{THREAD_I}y[i] = 2 * y[i] + a * x[i]"), (PAIRS[0], sample(3), PAIRS[1]), 0,
-                          {"outs": like_last, "in_out_argnames": ["y"], "scalars": ["a"]}, None),
-    "shared memory and unbatched operand": (("x, y, out", REVERSE), SHARED, AXES_OF_SHARED, {}, None),
-    "no elements": (("x, z, out", f"{THREAD_I}out[i] = x[i] + z.size"), (PAIRS[0], np.zeros((3, 0), "f4")), 0, {},
-                    None),
-    "0-d array": (("x, a, out", f"{THREAD_I}out[i] = x[i] * a[()]"), (PAIRS[0], sample(3)), 0, {},
-                  {"numba_cuda_mlir.cuda": "TypeError: .*cannot compile"}),
-    "sequential": (X_Y_OUT, PAIRS, 0, IN_ORDER, 'vmap_method="sequential" runs slices in order'),
-    "reads gridDim.z": (("x, y, out", f"{THREAD_I}out[i] = x[i] + cuda.gridDim.z"), PAIRS, 0, {},
-                        "the slices are the blocks along z, and its PTX has %n?ctaid.z"),
+tile = cuda.shared.array(8, "float32")
+tile[cuda.threadIdx.x] = x[min(i, 6)]
+cuda.syncthreads()
+if i < 7: out[i] = tile[7 - cuda.threadIdx.x] + y[i]"""
+
+
+class CudaBatch(typing.NamedTuple):
+    """A kernel and a batch of inputs, by default of three slices of seven elements."""
+
+    parameters: str
+    body: str
+    inputs: tuple = TWO_BATCHES
+    axes: typing.Any = 0  # of the inputs, for vmap
+    options: dict = {}
+    reason: str | None = None  # why three slices are three launches
+    reason_of_successor: str | None = None  # the same, for numba-cuda-mlir
+
+
+CUDA_BATCHES = {
+    "stencil": CudaBatch("x, y, out", SHIFT_AND_ADD),
+    "in-out and scalar": CudaBatch(
+        "x, a, y", f"{IF_BELOW_7}y[i] = 2 * y[i] + a * x[i]", (TWO_BATCHES[0], sample(3), TWO_BATCHES[1]),
+        options={"outs": like_last, "in_out_argnames": ["y"], "scalars": ["a"]}),
+    "shared memory and unbatched operand": CudaBatch("x, y, out", REVERSE, BATCH_AND_UNBATCHED, FIRST_IS_BATCHED),
+    "no elements": CudaBatch(
+        "x, z, out", f"{IF_BELOW_7}out[i] = x[i] + z.size", (TWO_BATCHES[0], np.zeros((3, 0), "f4"))),
+    "0-d array": CudaBatch(
+        "x, a, out", f"{IF_BELOW_7}out[i] = x[i] * a[()]", (TWO_BATCHES[0], sample(3)),
+        reason_of_successor="TypeError: .*cannot compile"),
+    "sequential": CudaBatch(
+        "x, y, out", SHIFT_AND_ADD, options=IN_ORDER, reason='vmap_method="sequential" runs slices in order'),
+    "reads gridDim.z": CudaBatch(
+        "x, y, out", f"{IF_BELOW_7}out[i] = x[i] + cuda.gridDim.z",
+        reason="the slices are the blocks along z, and its PTX has %n?ctaid.z"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CUDA_BATCHES)
-def test_fakecuda_or_gpu_batch_is_one_launch(cuda_counter, kind, reasons):
-    (parameters, body), inputs, axes, options, reason = CUDA_BATCHES[kind]
-    if isinstance(reason, dict):  # only one package has this error
-        reason = reason.get(cuda_counter.cuda.__name__)
-    kernel = new_cuda_kernel(cuda_counter.cuda, parameters, body)
-    cuda_counter.check(batch_op(kernel, **options), inputs, 3 if reason else 1, axes=axes)
-    found = reasons()
+@pytest.mark.parametrize("batch", CUDA_BATCHES.values(), ids=[*CUDA_BATCHES])
+def test_fakecuda_or_gpu_batch_is_one_launch(cuda_counter, batch, fallback_reasons):
+    reason = batch.reason or (batch.reason_of_successor if is_successor(cuda_counter.cuda) else None)
+    kernel = new_cuda_kernel(cuda_counter.cuda, batch.parameters, batch.body)
+    call = wrap_cuda(kernel, **batch.options)
+    cuda_counter.check_batch(call, batch.inputs, 3 if reason else 1, axes=batch.axes)
+    found = fallback_reasons()
     assert len(found) == bool(reason) and all(re.match(reason, text) for text in found)
 
 
 @pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 3), (True, 3), (False, 0)])
 def test_fakecuda_or_gpu_memset_per_new_buffer(cuda_counter, memsets, zero_outputs, n_memsets):
     """A batch is one launch, and has one memset for each output and scratch buffer that is not aliased to an input."""
-    body = f"{THREAD_I}a[i] = x[i]; b[i] += x[i]; tmp[i] = y[i]; y[i] = x[i]"
+    body = f"{IF_BELOW_7}a[i] = x[i]; b[i] += x[i]; tmp[i] = y[i]; y[i] = x[i]"
     kernel = new_cuda_kernel(cuda_counter.cuda, "x, y, a, b, tmp", body)
     outs = lambda x, y: (y, x, x)
     options = {"outs": outs, "scratch": like_first, "in_out_argnames": ["y"], "zero_outputs": zero_outputs}
-    expected = None if zero_outputs is False else (PAIRS[0],) * 3
-    LAUNCHED.clear()
-    results = cuda_counter.run(jax.vmap(batch_op(kernel, **options)), *PAIRS)
-    assert (len(LAUNCHED), memsets) == (1, [4 * 3 * 7] * n_memsets)
-    if cuda_counter.has_numbers and expected:
+    expected = None if zero_outputs is False else (TWO_BATCHES[0],) * 3
+    results, n_launches = count_launches(lambda: cuda_counter.run(jax.vmap(wrap_cuda(kernel, **options)), *TWO_BATCHES))
+    assert (n_launches, memsets) == (1, [4 * 3 * 7] * n_memsets)
+    if cuda_counter.computes and expected:
         check_close(results, expected)
 
 
 @pytest.mark.parametrize("body, counts", [
     ("out[0] = table[0]", [0, 0, 0]),
-    ("if cuda.grid(1) == 0:\n        table[0] += 1\n        out[0] = table[0]", [1, 2, 3]),
+    ("if cuda.grid(1) == 0:\n    table[0] += 1\n    out[0] = table[0]", [1, 2, 3]),
 ], ids=["reads", "writes"])  # fmt: skip
-def test_fakecuda_or_gpu_write_to_global_array_prevents_batch_launch(cuda_counter, body, counts, reasons):
+def test_fakecuda_or_gpu_write_to_global_array_prevents_batch_launch(cuda_counter, body, counts, fallback_reasons):
     """A helper accesses the array.  The slices of one launch would race."""
     package = cuda_counter.cuda
-    table = package.to_device(np.zeros(8, "f4")) if cuda_counter.has_numbers else DeviceArray()
+    table = package.to_device(np.zeros(8, "f4")) if cuda_counter.computes else DeviceArray()
     helper = new_cuda_kernel(package, "out", body, names={"table": table}, device=True)
     kernel = new_cuda_kernel(package, "x, out", "helper(out)", names={"helper": helper})
-    cuda_counter.check(batch_op(kernel, outs=spec(1)), PAIRS[:1], 3 if any(counts) else 1, np.float32(counts)[:, None])
-    assert reasons() == ({"the kernel may write to global device arrays: table"} if any(counts) else set())
+    n_launches, expected = 3 if any(counts) else 1, np.float32(counts)[:, None]
+    cuda_counter.check_batch(wrap_cuda(kernel, outs=spec(1)), TWO_BATCHES[:1], n_launches, expected)
+    assert fallback_reasons() == ({"the kernel may write to global device arrays: table"} if any(counts) else set())
 
 
-def test_fakecuda_or_gpu_changed_captured_value_prevents_batch_launch(cuda_counter, reasons):
+def test_fakecuda_or_gpu_changed_captured_value_prevents_batch_launch(cuda_counter, fallback_reasons):
     """Batches use the values that the kernel was compiled with, including by another wrapper."""
-    kernel = new_cuda_kernel(cuda_counter.cuda, "x, out", f"{THREAD_I}out[i] = factor * x[i]", names={"factor": 2.0})
-    x, _ = PAIRS
-    cuda_counter.run(batch_op(kernel), x[0])
+    kernel = new_cuda_kernel(cuda_counter.cuda, "x, out", f"{IF_BELOW_7}out[i] = factor * x[i]", names={"factor": 2.0})
+    x, _ = TWO_BATCHES
+    cuda_counter.run(wrap_cuda(kernel), x[0])
     kernel.py_func.__globals__["factor"] = 3.0
     for more in {}, {"input_output_aliases": {0: 0}}:
-        cuda_counter.check(batch_op(kernel, **more), [x], 3, 2 * x)
-        assert reasons() == {"captured values have changed since the kernel was compiled"}
+        cuda_counter.check_batch(wrap_cuda(kernel, **more), [x], 3, 2 * x)
+        assert fallback_reasons() == {"captured values have changed since the kernel was compiled"}
 
 
 def test_fakecuda_or_gpu_exported_batch_of_named_kernel_is_one_launch(cuda_counter):
     """The batch launch is compiled with the first trace, because another process may run only exported programs."""
-    kernel = new_cuda_kernel(cuda_counter.cuda, "x, out", f"{THREAD_I}out[i] = factor * x[i]", names={"factor": 2.0})
-    op = batch_op(kernel, name=f"batch.{cuda_counter.cuda.__name__}")
-    jax.eval_shape(op, spec(7))
+    kernel = new_cuda_kernel(cuda_counter.cuda, "x, out", f"{IF_BELOW_7}out[i] = factor * x[i]", names={"factor": 2.0})
+    call = wrap_cuda(kernel, name=f"batch.{cuda_counter.cuda.__name__}")
+    jax.eval_shape(call, spec(7))
     kernel.py_func.__globals__["factor"] = 3.0
     (n,) = export.symbolic_shape("n")
-    exported = program_for_cuda(jax.vmap(op), spec(n, 7))
-    x, _ = PAIRS
-    cuda_counter.check(op, [x], 1, 2 * x)
-    LAUNCHED.clear()
-    jax.block_until_ready(exported(x))
-    assert len(LAUNCHED) == 1
+    exported = program_for_cuda(jax.vmap(call), spec(n, 7))
+    x, _ = TWO_BATCHES
+    cuda_counter.check_batch(call, [x], 1, 2 * x)
+    _, n_launches = count_launches(lambda: exported(x))
+    assert n_launches == 1
 
 
-def test_fakecuda_or_gpu_launch_decides_about_batch_launch(cuda_counter, reasons, monkeypatch):
+def test_fakecuda_or_gpu_launch_decides_about_batch_launch(cuda_counter, fallback_reasons, monkeypatch):
     """These wrappers share a handler.  A batch launch cannot have too many threads per block or use z."""
     attribute = xk._LibCuda.function_attribute
     monkeypatch.setattr(xk._LibCuda, "function_attribute", lambda *args: 7 if args[2] == 0 else attribute(*args))
-    kernel = new_cuda_kernel(cuda_counter.cuda, *X_Y_OUT)
+    kernel = new_cuda_kernel(cuda_counter.cuda, "x, y, out", SHIFT_AND_ADD)
     too_many = "a block of the kernel for batches can have 7 threads, and block=(8, 1, 1)"
     has_z = "the slices are the blocks along z, and the launch uses z: grid=(2, 1, 2)"
     for grid, block, n, reason in (1, 8, 3, too_many), (2, 4, 1, None), ((2, 1, 2), 4, 3, has_z), (1, 8, 3, too_many):
-        cuda_counter.check(xk.numba_cuda_kernel(kernel, like_first, grid=grid, block=block), PAIRS, n)
-        assert reasons() == {reason} - {None}
+        cuda_counter.check_batch(xk.numba_cuda_kernel(kernel, like_first, grid=grid, block=block), TWO_BATCHES, n)
+        assert fallback_reasons() == {reason} - {None}
 
 
 def test_fakecuda_or_gpu_concurrent_batches(cuda_counter):
-    cuda_counter.check_threads(batch_op(new_cuda_kernel(cuda_counter.cuda, *X_Y_OUT)))
+    cuda_counter.check_concurrent_batches(wrap_cuda(new_cuda_kernel(cuda_counter.cuda, "x, y, out", SHIFT_AND_ADD)))
 
 
 USES_OF_Z = [
@@ -3240,13 +3201,19 @@ def test_cuda_ptx_that_uses_z_is_recognized():
 # ======================================================================================================
 # Warp
 
-needs_warp = pytest.mark.needs("warp")
 floats = wp and wp.array(dtype=float)
 
 
 # -- kernels compiled from text, and their helpers ------------------------------------------------------
+# Warp reads the source of kernels and builds a module at a time.  So tables of kernels become modules of Python text,
+# with the definitions below.  For example, ("x: floats, out: floats", "add(out, i, x[i])") becomes:
+#
+#     @wp.kernel(module='unique')
+#     def kernel(x: floats, out: floats):
+#         i = wp.tid()
+#         add(out, i, x[i])
 
-STRUCTS = {  # name: fields
+WARP_STRUCTS = {  # name: fields
     "Params": "a: float; n: int",
     "Holder": "a: floats",
     "Box": "pos: floats; mass: floats",
@@ -3254,7 +3221,7 @@ STRUCTS = {  # name: fields
     "Inner": "axis: wp.vec3",
     "Settings": "gain: float; inner: Inner; turn: wp.mat22",
 }
-HELPERS = {  # signature: body
+WARP_HELPERS = {  # signature: body
     "add(a: floats, i: int, value: float)": "a[i] += value",
     "add_by_name(a: floats, i: int)": "add(i=i, a=a, value=1.0)",
     "tail(a: floats)": "return a[1:]",
@@ -3281,7 +3248,7 @@ def definition(decorator, signature, body):
     return f"{decorator}\ndef {signature}:\n{textwrap.indent(body, '    ')}\n"
 
 
-DEFINITIONS = """
+WARP_DEFINITIONS = """
 import warp as wp
 from typing import Any
 floats = wp.array(dtype=float)
@@ -3295,9 +3262,9 @@ bools = wp.array(dtype=wp.bool)
 cubes = wp.array4d(dtype=float)
 FACTOR = wp.constant(2.5)
 """
-DEFINITIONS += "".join(f"@wp.struct\nclass {name}: {fields}\n" for name, fields in STRUCTS.items())
-DEFINITIONS += "".join(definition("@wp.func", signature, body) for signature, body in HELPERS.items())
-DEFINITIONS += """
+WARP_DEFINITIONS += "".join(f"@wp.struct\nclass {name}: {fields}\n" for name, fields in WARP_STRUCTS.items())
+WARP_DEFINITIONS += "".join(definition("@wp.func", signature, body) for signature, body in WARP_HELPERS.items())
+WARP_DEFINITIONS += """
 if hasattr(wp, "ref"):  # Warp >= 1.19
     @wp.func
     def set_ref(r: wp.ref[float]):
@@ -3325,9 +3292,9 @@ def count_threads(patience: float) -> float: ...  # waits for a second thread, a
 """
 
 
-def kernels_from(sources, options="module='unique'"):
+def warp_kernels_from(sources, options="module='unique'"):
     """Return {name: kernel} for {name: (parameters, body)}.  A body that does not set `i` starts with i = wp.tid()."""
-    text = DEFINITIONS
+    text = WARP_DEFINITIONS
     for name, (parameters, body) in sources.items():
         start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
         text += definition(f"@wp.kernel({options})", f"{name}({parameters})", start + body)
@@ -3338,19 +3305,19 @@ def kernels_from(sources, options="module='unique'"):
     return {name: namespace[name] for name in sources}
 
 
-def kernel_from_text(parameters, body, has_adjoint=False):
+def warp_kernel_from_body(parameters, body, has_adjoint=False):
     options = f"module='unique', enable_backward={has_adjoint}"
-    return kernels_from({"kernel": (parameters, body)}, options)["kernel"]
+    return warp_kernels_from({"kernel": (parameters, body)}, options)["kernel"]
 
 
-def kernels_in_module(programs, module, has_adjoints=False):
+def warp_kernels_in_module(programs, module, has_adjoints=False):
     """Return {(parameters, body): kernel}.
 
     All kernels are in one module, because Warp builds a module in 0.4 s, and in half of the time without adjoints.
     """
     sources = {f"kernel_{number}": program for number, program in enumerate(programs)}
     options = f"module=wp.get_module({module!r}), enable_backward={has_adjoints}"
-    return dict(zip(programs, kernels_from(sources, options).values()))
+    return dict(zip(programs, warp_kernels_from(sources, options).values()))
 
 
 WARP_KERNELS = {  # parameters, body
@@ -3376,20 +3343,20 @@ WARP_KERNELS = {  # parameters, body
     "doubles": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double(y, count, i)"),
     "doubles_again": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double_again_by_call(y, count, i)"),
 }  # fmt: skip
-TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
+DOUBLE_TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
 
 
 @functools.cache
 def warp_kernels():
     wp.init()  # vectors of halves need it
-    return types.SimpleNamespace(**kernels_from(WARP_KERNELS, "module=wp.get_module('kernels')"))
+    return types.SimpleNamespace(**warp_kernels_from(WARP_KERNELS, "module=wp.get_module('kernels')"))
 
 
-PAIR = sample(5), sample(5, seed=1)
-THREE, INTEGERS = sample(3), np.arange(3, dtype=np.int32)
+TWO_VECTORS = sample(5), sample(5, seed=1)
+THREE_FLOATS, THREE_INTS = sample(3), np.arange(3, dtype=np.int32)
 
 
-def product(**options):
+def warp_product(**options):
     return xk.warp_kernel(warp_kernels().multiply, like_first, **options)
 
 
@@ -3402,7 +3369,7 @@ def values_of_all_types():
     return {"i": -3, "v": wp.vec3h(4.0, 5.0, 6.0), "m": wp.mat33(*range(9)), "s": settings, "n": 8}
 
 
-EVERY = sample(2, 3), sample(2, 3, seed=1)
+EVERY_INPUTS = sample(2, 3), sample(2, 3, seed=1)
 
 
 def call_every(x, w, name=None, **others):
@@ -3433,16 +3400,18 @@ def test_warp_values_of_any_library_share_a_target(warp_platform):
     plain = {"v": np.array([4, 5, 6], np.float16), "m": jnp.arange(9).reshape(3, 3), "n": jnp.uint8(8)}
     for values in (typed, plain):
         call = partial(call_every, **values)
-        check_close(gradient(call, EVERY)(*EVERY), gradient(every_in_jax, EVERY)(*EVERY), 1e-4)
+        check_close(
+            gradient(call, EVERY_INPUTS)(*EVERY_INPUTS), gradient(every_in_jax, EVERY_INPUTS)(*EVERY_INPUTS), 1e-4
+        )
     others = partial(call_every, i=3, m=[[1, 2, 3]] * 3, n=9)
-    check_close(others(*EVERY), every_in_jax(*EVERY) + 6 + 1 - 5)
-    assert target_of(others, *EVERY) == target_of(call_every, *EVERY)
+    check_close(others(*EVERY_INPUTS), every_in_jax(*EVERY_INPUTS) + 6 + 1 - 5)
+    assert target_of(others, *EVERY_INPUTS) == target_of(call_every, *EVERY_INPUTS)
 
 
 @needs_warp
 def test_warp_exported_program_contains_values():
     call = partial(call_every, name="of_every_kind")
-    check_close(run_exported_elsewhere(call, *EVERY), every_in_jax(*EVERY), 1e-5)
+    check_close(run_exported_elsewhere(call, *EVERY_INPUTS), every_in_jax(*EVERY_INPUTS), 1e-5)
 
 
 @needs_warp
@@ -3454,8 +3423,8 @@ def test_warp_retraces_only_if_struct_fields_change():
     settings = deepcopy(values["s"])
     for gain, n_traced in ((1.5, 1), (4.0, 2), (1.5, 2)):
         settings.gain = gain
-        result = f(EVERY[0], *deepcopy(values | {"s": settings}).values(), EVERY[1])
-        check_close(result, every_in_jax(*EVERY) + gain - 1.5)
+        result = f(EVERY_INPUTS[0], *deepcopy(values | {"s": settings}).values(), EVERY_INPUTS[1])
+        check_close(result, every_in_jax(*EVERY_INPUTS) + gain - 1.5)
         assert len(traced) == n_traced
 
 
@@ -3463,8 +3432,8 @@ def test_warp_empty_launch_returns_zeros_or_aliased_input(warp_platform):
     options = {"launch_dims": 0, "in_out_argnames": ["out"]}
     x, starts = jnp.arange(4.0), jnp.ones((2, 3))
     check_close(jax.vmap(xk.warp_kernel(warp_kernels().add_up, like_last, **options), (None, 0))(x, starts), starts)
-    assert not product(launch_dims=0)(*PAIR).any()
-    assert product()(x[:0], x[:0]).shape == (0,)
+    assert not warp_product(launch_dims=0)(*TWO_VECTORS).any()
+    assert warp_product()(x[:0], x[:0]).shape == (0,)
 
 
 # -- derivatives ---------------------------------------------------------------------------------------
@@ -3530,7 +3499,7 @@ def test_warp_threads_share_a_module_and_restore_log_level(warp_platform, monkey
 
     def call(constant):
         barrier.wait()
-        check_close(functions[constant](PAIR[0]), PAIR[0] * constant)
+        check_close(functions[constant](TWO_VECTORS[0]), TWO_VECTORS[0] * constant)
 
     in_threads(call, constants)
     assert wp.config.log_level == 20
@@ -3548,7 +3517,7 @@ COUNT_THREADS = "out[0] = count_threads(x[0])"
 ], ids=["any order", "sequential", "tiled"])  # fmt: skip
 def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(body, options, n_callers, patience, is_parallel):
     """Each slice waits for a second thread.  On CPUs, Warp has one memory for the tiles of all threads."""
-    kernel = kernel_from_text("x: floats, out: floats", body)
+    kernel = warp_kernel_from_body("x: floats, out: floats", body)
     run = jax.jit(jax.vmap(xk.warp_kernel(kernel, like_first, launch_dims=1, **options)))
     counts = []
     in_threads(lambda x: counts.append(np.max(run(x))), [np.full((16, 1), patience, np.float32)] * n_callers)
@@ -3558,12 +3527,22 @@ def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(body, options, n_c
 # -- a fake GPU that runs launches on the CPU ------------------------------------------------------------
 
 
-class FakeWarp(FakeGpus):
-    """A fake GPU for Warp: launches are recorded for the CPU, and a fake `libcuda` runs them on the CPU.
+class RecordedLaunch(typing.NamedTuple):
+    """A launch that FakeWarp recorded."""
 
-    `wp.launch` returns the launch with the number of a fake CUfunction.  Handlers pass this number and the addresses of
-    the parameters to `cuLaunchKernel`, which copies the parameters to the recorded launch.  A CPU has no blockIdx.z,
-    by which the batch kernel moves to its slice, so this kernel reads it from a variable.
+    launch: typing.Any  # a `wp.Launch` for the CPU
+    cpu_hooks: typing.Any  # the functions of its CPU code, which `launch.hooks` had
+    ordinal: int  # of the device
+
+
+class FakeWarp(FakeXlaGpu):
+    """A fake GPU for Warp: `wp.launch` records launches for the CPU, and a fake `libcuda` runs them there.
+
+    1. The library records a launch.  `record` gives it the number of a fake CUfunction, such as 3.
+    2. A handler calls `cuLaunchKernel` with this number and the addresses of the parameters.
+    3. `launch` copies the parameters to recorded launch 3, and runs it for each block along z.
+
+    A CPU has no blockIdx.z, by which the batch kernel moves to its slice.  So this kernel reads it from a variable.
     """
 
     device = 1
@@ -3571,8 +3550,7 @@ class FakeWarp(FakeGpus):
     def __init__(self):
         super().__init__()
         self.make_array, self.record_on_cpu = wp.array.__init__, wp.launch
-        self.recorded = {}  # {number of the CUfunction: (launch, the functions of its CPU code, ordinal of the device)}
-        self.numbers = itertools.count(1)
+        self.numbers, self.recorded = itertools.count(1), {}  # {number of the CUfunction: RecordedLaunch}
         self.block_index_z = ctypes.c_uint32(0)  # its address is in compiled kernels
         self.lock = threading.Lock()  # a launch changes block_index_z and the recorded launch
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
@@ -3600,17 +3578,20 @@ class FakeWarp(FakeGpus):
         self.launches = []  # grid, block, shared memory, stream, and ordinal of the device
 
     def record(self, kernel, *args, device, block_dim, **options):
+        """Record a launch, as `wp.launch(..., record_cmd=True)` does, with a fake CUfunction if it is for a GPU."""
         if device == "cpu":
             return self.record_on_cpu(kernel, *args, device=device, block_dim=block_dim, **options)
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
         number = next(self.numbers)
-        self.recorded[number] = launch, launch.hooks, int(device.removeprefix("cuda:"))
+        self.recorded[number] = RecordedLaunch(launch, launch.hooks, int(device.removeprefix("cuda:")))
+        forward = backward = ctypes.c_void_p(number)
         shared_memory = block_dim + 1  # any number that the handler must pass on
-        launch.hooks = type(launch.hooks)(*[ctypes.c_void_p(number)] * 2, shared_memory, shared_memory)
+        launch.hooks = type(launch.hooks)(forward, backward, shared_memory, shared_memory)
         launch.device = types.SimpleNamespace(is_cpu=False)
         return launch
 
     def launch(self, number, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
+        """Stand in for `cuLaunchKernel`."""
         with self.lock:
             launch, launch.hooks, ordinal = self.recorded[number]
             self.launches.append(((gx, gy, gz), (bx, by, bz), shared_memory, stream, ordinal))
@@ -3622,30 +3603,30 @@ class FakeWarp(FakeGpus):
         return 0
 
 
-fake_warp = functools.cache(FakeWarp)
-needs_fake_gpu = pytest.mark.needs("warp", "no gpu")  # a real GPU runs the same tests as `warp_gpu`
+@pytest.fixture(scope="session")
+def fake_warp():
+    return FakeWarp()  # one for all tests, because XLA keeps handlers forever
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch):
-    gpu = fake_warp()
-    gpu.patch(monkeypatch)
-    return gpu
+def fake_warp_gpu(fake_warp, monkeypatch):
+    fake_warp.patch(monkeypatch)
+    return fake_warp
 
 
-@needs_fake_gpu
-def test_warp_launches_on_device_and_stream_of_call(fake_gpu):
+@needs_fake_warp_gpu
+def test_warp_launches_on_device_and_stream_of_call(fake_warp_gpu):
     """The batch and its adjoint are one launch each."""
-    args = sample(3, 2, 3), EVERY[1]
+    args = sample(3, 2, 3), EVERY_INPUTS[1]
     f, expected = vmap_first(call_every, args), vmap_first(every_in_jax, args)
     check_close(run_for_cuda(gradient(f, args), *args), gradient(expected, args)(*args), 1e-4)
-    assert fake_gpu.traits(gradient(f, args), *args) == {1}
-    assert fake_gpu.launches == [((2, 1, 3), (4, 1, 1), 4 + 1, 0x5EED, 1)] * 2
+    assert fake_warp_gpu.traits(gradient(f, args), *args) == {1}
+    assert fake_warp_gpu.launches == [((2, 1, 3), (4, 1, 1), 4 + 1, 0x5EED, 1)] * 2
 
 
-@needs_fake_gpu
+@needs_fake_warp_gpu
 @pytest.mark.needs("warp 1.15")
-def test_warp_grid_without_grid_stride_matches_wp_launch(fake_gpu):
+def test_warp_grid_without_grid_stride_matches_wp_launch(fake_warp_gpu):
     """The expected grid is that of Warp's `wp_cuda_launch_kernel`."""
 
     @wp.kernel(module="unique", grid_stride=False)
@@ -3653,17 +3634,17 @@ def test_warp_grid_without_grid_stride_matches_wp_launch(fake_gpu):
         wp.tid()
 
     run_for_cuda(xk.warp_kernel(nothing, spec(1), launch_dims=2**24 + 1, block_dim=32, zero_outputs=True))
-    assert [grid for grid, *_ in fake_gpu.launches] == [(2**19, 2, 1)]
+    assert [grid for grid, *_ in fake_warp_gpu.launches] == [(2**19, 2, 1)]
 
 
 # -- batch launches: on the fake GPU, and on a real one --------------------------------------------------
 
 
 class WarpBatch(typing.NamedTuple):
-    """A kernel and a batch of inputs."""
+    """A kernel and a batch of inputs, by default of three slices of seven elements."""
 
     body: str
-    inputs: tuple
+    inputs: tuple = TWO_BATCHES
     parameters: str = "x: floats, y: floats, out: floats"
     options: typing.Any = types.MappingProxyType({})
     values: tuple = ()  # arguments after the inputs
@@ -3671,14 +3652,14 @@ class WarpBatch(typing.NamedTuple):
     gradient: bool = False
     reason: str | None = None  # why three slices are three launches
 
-    def op(self):
+    def wrapper(self):
         options = {"outs": like_first, "differentiable": self.gradient, **self.options}
         return xk.warp_kernel(batch_kernels()[self.parameters, self.body], **options)
 
     def function(self):
         """Return the kernel, or its gradient, as a function of a slice of the inputs."""
-        op = self.op()
-        return gradient(op, self.inputs) if self.gradient else lambda *x: op(*x, *self.values)
+        call = self.wrapper()
+        return gradient(call, self.inputs) if self.gradient else lambda *x: call(*x, *self.values)
 
     def expected(self):
         """Return the results of one call per slice, on the CPU."""
@@ -3687,7 +3668,7 @@ class WarpBatch(typing.NamedTuple):
 
 
 # Variables that are renamed, replaced and passed to helpers.
-VARIABLES = """if i == 6: return
+RENAMED_VARIABLES = """if i == 6: return
 z = out
 for k in range(wp.static(6)):
     if k == i:
@@ -3697,13 +3678,13 @@ if i % 2 == 0:
 else:
     add(out, i, tail(x)[0])"""
 X_OUT = "x: floats, out: floats"
-ADD = "out[i] = x[i] + 2.0 * y[i]"
+ADD_TWICE_Y = "out[i] = x[i] + 2.0 * y[i]"
 STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
 SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
 USER_CODE = "it calls C++, or has adjoints or code transformers, of your own"
 WARP_BATCHES = {
-    "shared operand": WarpBatch(ADD, SHARED, axes=AXES_OF_SHARED),
-    "large blocks": WarpBatch(ADD, (sample(3, 1030), sample(3, 1030)), options={"block_dim": 1024}),
+    "unbatched operand": WarpBatch(ADD_TWICE_Y, BATCH_AND_UNBATCHED, axes=FIRST_IS_BATCHED),
+    "large blocks": WarpBatch(ADD_TWICE_Y, (sample(3, 1030), sample(3, 1030)), options={"block_dim": 1024}),
     "four dimensions": WarpBatch(
         "i, j, k, m = wp.tid()\nout[i, j, k, m] = x[i, j, k, m] + float(12 * i + 6 * j + 2 * k + m)",
         (sample(3, 2, 2, 3, 2),), "x: cubes, out: cubes"),
@@ -3711,11 +3692,11 @@ WARP_BATCHES = {
         "i, j, k = wp.tid()\nout[i, j, k] = wp.where(c[i], x[i][j, k] + wp.float16(b[i]), wp.float16(q[i][3]))",
         (sample(3, 2, 3, 2).astype("f2"), np.ones((3, 2), "u1"), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
         "x: halves, b: octets, c: bools, q: wp.array(dtype=wp.quat), out: halves"),
-    "in-out from shared operand": WarpBatch("y[i] = x[i] + 2.0 * y[i]", SHARED, "x: floats, y: floats",
-                                            {"outs": like_last, "in_out_argnames": ["y"]}, axes=AXES_OF_SHARED),
-    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", PAIRS[:1],
+    "in-out from unbatched operand": WarpBatch("y[i] = x[i] + 2.0 * y[i]", BATCH_AND_UNBATCHED, "x: floats, y: floats",
+                                            {"outs": like_last, "in_out_argnames": ["y"]}, axes=FIRST_IS_BATCHED),
+    "values": WarpBatch("out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", TWO_BATCHES[:1],
                         "x: floats, v: wp.vec3, s: wp.int64, none: floats, out: floats", values=((1, 2, 3), 5, None)),
-    "gradient": WarpBatch(STENCIL, PAIRS, gradient=True),
+    "gradient": WarpBatch(STENCIL, gradient=True),
     "gradient, matrices and vectors": WarpBatch(
         "out[i] = m[i] * v[i]", (sample(3, 6, 2, 2), sample(6, 2)),
         "m: matrices, v: vectors, out: vectors", {"outs": like_last}, axes=(0, None), gradient=True),
@@ -3728,28 +3709,28 @@ WARP_BATCHES = {
         "x: floats, k: ints, squares: floats, sines: floats, count: ints",
         {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, axes=(0, None), gradient=True),
     "gradient, tiles": WarpBatch(
-        TILES, (sample(3, 128),), X_OUT, {"launch_dims": 2, "tiled": True, "block_dim": 64}, gradient=True),
+        DOUBLE_TILES, (sample(3, 128),), X_OUT, {"launch_dims": 2, "tiled": True, "block_dim": 64}, gradient=True),
     "0-d and empty": WarpBatch(
-        "out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", (PAIRS[0], sample(3), np.zeros((3, 0), np.float32)),
+        "out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", (TWO_BATCHES[0], sample(3), np.zeros((3, 0), np.float32)),
         "x: floats, y: floats, z: floats, out: floats", {"launch_dims": 7}),
-    "variables": WarpBatch(VARIABLES, PAIRS, options={"zero_outputs": True}),
-    "overload": WarpBatch("out[i] = x[i] + x[i]", PAIRS[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
-    "sequential": WarpBatch(ADD, PAIRS, options=IN_ORDER, reason="vmap_method says that slices run in order"),
-    "C++": WarpBatch("out[i] = native(x[i])", PAIRS[:1], X_OUT, reason=USER_CODE),
+    "variables": WarpBatch(RENAMED_VARIABLES, options={"zero_outputs": True}),
+    "overload": WarpBatch("out[i] = x[i] + x[i]", TWO_BATCHES[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
+    "sequential": WarpBatch(ADD_TWICE_Y, options=IN_ORDER, reason="vmap_method says that slices run in order"),
+    "C++": WarpBatch("out[i] = native(x[i])", TWO_BATCHES[:1], X_OUT, reason=USER_CODE),
     "custom adjoint": WarpBatch(
-        "out[i] = y[i] * double(y, count, i)", (np.zeros((3, 7), np.int32), PAIRS[0]),
+        "out[i] = y[i] * double(y, count, i)", (np.zeros((3, 7), np.int32), TWO_BATCHES[0]),
         "count: ints, y: floats, out: floats", {"outs": like_last}, gradient=True, reason=USER_CODE),
 }  # fmt: skip
 
 
 @functools.cache
 def batch_kernels():
-    kernels, tiles = {}, (X_OUT, TILES)
+    kernels, tiles = {}, (X_OUT, DOUBLE_TILES)
     for has_adjoints, module in {False: "batches", True: "gradients of batches"}.items():
         batches = [batch for batch in WARP_BATCHES.values() if batch.gradient == has_adjoints]
         programs = {(batch.parameters, batch.body) for batch in batches} - {tiles}
-        kernels |= kernels_in_module(sorted(programs), module, has_adjoints)
-    kernels |= kernels_in_module([tiles], "tiles", True)  # Warp builds a module again for blocks of another size
+        kernels |= warp_kernels_in_module(sorted(programs), module, has_adjoints)
+    kernels |= warp_kernels_in_module([tiles], "tiles", True)  # Warp builds a module again for blocks of another size
     for program, kernel in kernels.items():
         if kernel.is_generic:
             kernels[program] = wp.overload(kernel, [floats, floats])
@@ -3757,22 +3738,22 @@ def batch_kernels():
 
 
 @pytest.fixture(
-    params=[pytest.param("fake", marks=needs_fake_gpu), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu"))]
+    params=[pytest.param("fake", marks=needs_fake_warp_gpu), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu"))]
 )
 def warp_counter(request, monkeypatch):
-    count_launches(monkeypatch)
+    observe_launches(monkeypatch)
     if request.param == "gpu":
         return LaunchCounter(run_on_gpu)
-    request.getfixturevalue("fake_gpu")
+    request.getfixturevalue("fake_warp_gpu")
     return LaunchCounter(run_for_cuda)
 
 
 @pytest.mark.parametrize("batch", WARP_BATCHES.values(), ids=[*WARP_BATCHES])
-def test_warp_batch_is_one_launch(warp_counter, batch, reasons):
+def test_warp_batch_is_one_launch(warp_counter, batch, fallback_reasons):
     """Rows with a reason are three launches, for three slices.  A gradient has a second launch, of the adjoint."""
     n_launches = (3 if batch.reason else 1) * (2 if batch.gradient else 1)
-    warp_counter.check(batch.function(), batch.inputs, n_launches, batch.expected(), batch.axes)
-    assert reasons() == {batch.reason} - {None}
+    warp_counter.check_batch(batch.function(), batch.inputs, n_launches, batch.expected(), batch.axes)
+    assert fallback_reasons() == {batch.reason} - {None}
 
 
 @needs_warp
@@ -3784,7 +3765,7 @@ def test_warp_batch_on_cpu(batch):
 @pytest.mark.parametrize("n_threads", [1, 64])
 def test_warp_tiles_need_whole_blocks_on_gpu(warp_platform, n_threads):
     """On a CPU, a block has one thread."""
-    kernel, x = batch_kernels()[X_OUT, TILES], sample(128)
+    kernel, x = batch_kernels()[X_OUT, DOUBLE_TILES], sample(128)
     f = xk.warp_kernel(kernel, like_first, launch_dims=(2, n_threads), block_dim=64)
     if warp_platform == "cpu" or n_threads == 64:
         check_close(f(x), 2 * x)
@@ -3793,7 +3774,7 @@ def test_warp_tiles_need_whole_blocks_on_gpu(warp_platform, n_threads):
             f(x)
 
 
-def fresh_kernel(**options):
+def new_warp_kernel(**options):
     """Return a new kernel for x + factor * y, whose factor no other kernel has."""
     factor = next(KERNEL_NUMBERS)
 
@@ -3808,15 +3789,15 @@ def fresh_kernel(**options):
 def test_warp_batch_kernel_built_once_for_all_threads_and_operands(warp_counter, monkeypatch):
     built, make = [], xk._create_batch_kernel
     monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or make(*args))
-    op = xk.warp_kernel(fresh_kernel(), like_first)
-    warp_counter.check_threads(op)
-    warp_counter.check(op, SHARED, 1, axes=AXES_OF_SHARED)
+    call = xk.warp_kernel(new_warp_kernel(), like_first)
+    warp_counter.check_concurrent_batches(call)
+    warp_counter.check_batch(call, BATCH_AND_UNBATCHED, 1, axes=FIRST_IS_BATCHED)
     assert len(built) == 1
 
 
 @pytest.mark.needs("warp 1.15")
 def test_warp_batch_without_grid_stride_is_one_launch(warp_counter):
-    warp_counter.check(xk.warp_kernel(fresh_kernel(grid_stride=False), like_first), PAIRS, 1)
+    warp_counter.check_batch(xk.warp_kernel(new_warp_kernel(grid_stride=False), like_first), TWO_BATCHES, 1)
 
 
 @pytest.mark.parametrize("axes, x_shape, y_shape, n_launches", [
@@ -3826,30 +3807,30 @@ def test_warp_batch_without_grid_stride_is_one_launch(warp_counter):
     pytest.param([(0, 0)], (70_000, 7), (70_000, 7), 2, id="70,000 slices"),
 ])  # fmt: skip
 def test_warp_nested_batch_takes_fewest_launches(warp_counter, axes, x_shape, y_shape, n_launches):
-    op, in_jax = WARP_BATCHES["shared operand"].op(), lambda x, y: x + 2 * y
+    call, in_jax = WARP_BATCHES["unbatched operand"].wrapper(), lambda x, y: x + 2 * y
     for in_axes in reversed(axes):
-        op, in_jax = jax.vmap(op, in_axes), jax.vmap(in_jax, in_axes)
+        call, in_jax = jax.vmap(call, in_axes), jax.vmap(in_jax, in_axes)
     x, y = sample(*x_shape), sample(*y_shape, seed=1)
-    LAUNCHED.clear()
-    check_close(warp_counter.run(op, x, y), in_jax(x, y))
-    assert len(LAUNCHED) == n_launches
+    results, found = count_launches(lambda: warp_counter.run(call, x, y))
+    check_close(results, in_jax(x, y))
+    assert found == n_launches
 
 
-@needs_fake_gpu
-def test_warp_batch_kernel_built_at_trace_if_named(fake_gpu, monkeypatch):
+@needs_fake_warp_gpu
+def test_warp_batch_kernel_built_at_trace_if_named(fake_warp_gpu, monkeypatch):
     """An exported program may contain a batch, and run in a process that lowers no batch."""
     monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
-    kernel = fresh_kernel()
+    kernel = new_warp_kernel()
     for options, n_handlers in ({}, 1), ({"name": "at_once"}, 2), ({"name": "one", **IN_ORDER}, 1):
-        op = xk.warp_kernel(kernel, like_first, **options)
-        before = len(fake_gpu.handlers)
-        jax.eval_shape(op, spec(7), spec(7))
-        assert len(fake_gpu.handlers) == before + n_handlers
-        run_for_cuda(jax.vmap(op), *PAIRS)
-        assert len(fake_gpu.handlers) == before + n_handlers + (not options)
+        call = xk.warp_kernel(kernel, like_first, **options)
+        before = len(fake_warp_gpu.handlers)
+        jax.eval_shape(call, spec(7), spec(7))
+        assert len(fake_warp_gpu.handlers) == before + n_handlers
+        run_for_cuda(jax.vmap(call), *TWO_BATCHES)
+        assert len(fake_warp_gpu.handlers) == before + n_handlers + (not options)
 
 
-FALLBACKS = {  # a pattern of the logged reason, and a change to the kernel or the library
+FALLBACK_CAUSES = {  # a pattern of the logged reason, and a change to the kernel or the library
     "code transformers": (
         "it .* code transformers", lambda kernel: (kernel.adj, "transformers", [ast.NodeTransformer()])),
     "changed captured value": (
@@ -3862,16 +3843,16 @@ FALLBACKS = {  # a pattern of the logged reason, and a change to the kernel or t
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern, change", FALLBACKS.values(), ids=[*FALLBACKS])
-def test_warp_batch_fallback(warp_counter, reasons, monkeypatch, pattern, change):
+@pytest.mark.parametrize("pattern, change", FALLBACK_CAUSES.values(), ids=[*FALLBACK_CAUSES])
+def test_warp_batch_fallback(warp_counter, fallback_reasons, monkeypatch, pattern, change):
     """The first call compiles the kernel, so later launches also use the values captured then."""
-    kernel = fresh_kernel()
-    op, (x, y), factor = xk.warp_kernel(kernel, like_first), PAIRS, kernel.func.__closure__[0].cell_contents
-    warp_counter.run(op, x[0], y[0])
+    kernel = new_warp_kernel()
+    call, (x, y), factor = xk.warp_kernel(kernel, like_first), TWO_BATCHES, kernel.func.__closure__[0].cell_contents
+    warp_counter.run(call, x[0], y[0])
     monkeypatch.setattr(*change(kernel))
-    warp_counter.check(op, PAIRS, 3, x + factor * y)
+    warp_counter.check_batch(call, TWO_BATCHES, 3, x + factor * y)
     # Warp 1.14 reports a failed build only once, so a second lowering logs another error.
-    assert any(re.match(pattern, text) for text in reasons())
+    assert any(re.match(pattern, text) for text in fallback_reasons())
 
 
 # -- read-only inputs, outputs that start from zeros -----------------------------------------------------
@@ -3952,7 +3933,7 @@ WARP_STORES = {  # stores to the output that change no input
     "store: branch in a helper": "pick(True, out, out)[i] = pick(i > 0, y, y)[i]",
     "store: matrix": "m = wp.outer(x[i], x[i])\nm[0, 0] = 1.0\nout[i] = m[0, 0] + m[1, 1]",
 }  # fmt: skip
-VECTORS_AND_FLOATS = sample(3, 2), sample(3, seed=1)
+ROWS_AND_FLOATS = sample(3, 2), sample(3, seed=1)
 
 
 @functools.cache
@@ -3962,12 +3943,12 @@ def warp_programs():
     bodies = {name: body for name, (_, body) in writes.items()}
     bodies |= WARP_AMBIGUOUS_WRITES | WARP_UPDATES | WARP_NEVER_STORES | WARP_STORES
     programs = [(f"x: vectors, y: floats, out: {TYPES_OF_OUT.get(name, 'floats')}", bodies[name]) for name in bodies]
-    return dict(zip(bodies, kernels_in_module(programs, "programs").values()))
+    return dict(zip(bodies, warp_kernels_in_module(programs, "programs").values()))
 
 
 def launched(kernel, out):
     """Return the arrays after `wp.launch` with two threads.  The output starts from `out`."""
-    pairs = zip((*VECTORS_AND_FLOATS, out), kernel.adj.args)
+    pairs = zip((*ROWS_AND_FLOATS, out), kernel.adj.args)
     arrays = [wp.array(np.array(array), dtype=arg.type.dtype, device="cpu") for array, arg in pairs]
     wp.launch(kernel, dim=2, inputs=arrays, device="cpu")
     return tuple(array.numpy() for array in arrays)
@@ -3981,9 +3962,9 @@ def test_warp_write_to_input_rejected(name):
     """As in-out arguments, the same kernels give what `wp.launch` gives."""
     kernel, (written, _) = warp_programs()[name], (WARP_WRITES | WARP_REF_WRITES)[name]
     with pytest.raises(TypeError, match=f"(writes|may write) to input '{written}'.*in_out_argnames"):
-        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *VECTORS_AND_FLOATS)
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *ROWS_AND_FLOATS)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
-    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*VECTORS_AND_FLOATS)
+    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*ROWS_AND_FLOATS)
     check_close(results, launched(kernel, np.zeros(3, np.float32)))
 
 
@@ -3991,7 +3972,7 @@ def test_warp_write_to_input_rejected(name):
 @pytest.mark.parametrize("name", WARP_AMBIGUOUS_WRITES)
 def test_warp_ambiguous_write_changes_a_copy_of_input(name):
     """The output is as after `wp.launch` with a copy of y.  In a batch, each slice has a copy of its own."""
-    kernel, (x, y) = warp_programs()[name], VECTORS_AND_FLOATS
+    kernel, (x, y) = warp_programs()[name], ROWS_AND_FLOATS
     f, before = xk.warp_kernel(kernel, like_last, launch_dims=2), y.copy()
     expected = launched(kernel, np.zeros(3, np.float32))[2]
     check_close(f(x, y), expected)
@@ -4006,9 +3987,9 @@ def test_warp_correct_kernel_matches_wp_launch(name):
     """Outputs start from zeros, or from an in-out argument."""
     kernel, out = warp_programs()[name], spec(3, 2) if name in TYPES_OF_OUT else spec(3)
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
-    check_close(xk.warp_kernel(kernel, out, launch_dims=2)(*VECTORS_AND_FLOATS), launched(kernel, zeros)[2])
+    check_close(xk.warp_kernel(kernel, out, launch_dims=2)(*ROWS_AND_FLOATS), launched(kernel, zeros)[2])
     in_place = xk.warp_kernel(kernel, out, launch_dims=2, in_out_argnames=["out"])
-    check_close(in_place(*VECTORS_AND_FLOATS, start), launched(kernel, start)[2])
+    check_close(in_place(*ROWS_AND_FLOATS, start), launched(kernel, start)[2])
 
 
 @needs_warp
@@ -4021,18 +4002,18 @@ def test_warp_output_never_stored_rejected(name):
         return jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *args)
 
     message = r"never stores to .*'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
-    for args, options in ((), {}), (VECTORS_AND_FLOATS[1:], {"in_out_argnames": ["out"]}):
+    for args, options in ((), {}), (ROWS_AND_FLOATS[1:], {"in_out_argnames": ["out"]}):
         with pytest.raises(TypeError, match=message):
-            trace(*VECTORS_AND_FLOATS, *args, **options)
+            trace(*ROWS_AND_FLOATS, *args, **options)
     for zero_outputs in (True, False):
-        trace(*VECTORS_AND_FLOATS, zero_outputs=zero_outputs)
-    trace(*VECTORS_AND_FLOATS, outs=(), scratch=spec(3), has_side_effect=True)
+        trace(*ROWS_AND_FLOATS, zero_outputs=zero_outputs)
+    trace(*ROWS_AND_FLOATS, outs=(), scratch=spec(3), has_side_effect=True)
 
 
 @pytest.mark.parametrize("key", [2, "v"])
 def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
     """The kernel may store through the aliased input, because it shares its memory with the output."""
-    kernel = kernel_from_text("x: floats, gain: float, v: floats, out: floats", "v[i] += gain * x[i]")
+    kernel = warp_kernel_from_body("x: floats, gain: float, v: floats, out: floats", "v[i] += gain * x[i]")
     f = xk.warp_kernel(kernel, like_first, input_output_aliases={key: 0})
     x, v = sample(5), sample(5, seed=1)
     before = v.copy()
@@ -4043,12 +4024,12 @@ def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
         xk.warp_kernel(kernel, like_first, input_output_aliases={1: 0})(x, 2.0, v)
 
 
-CONDITIONAL = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_add(total, 0, work[i])"
+SUM_OF_POSITIVE = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_add(total, 0, work[i])"
 
 
 def positive_numbers(**options):
     """Return a kernel that stores to some elements of its output, and adds to an output and to scratch."""
-    kernel = kernel_from_text("x: floats, out: floats, total: floats, work: floats", CONDITIONAL)
+    kernel = warp_kernel_from_body("x: floats, out: floats, total: floats, work: floats", SUM_OF_POSITIVE)
     return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first, **options)
 
 
@@ -4063,18 +4044,17 @@ def test_warp_outputs_and_scratch_start_from_zeros(warp_platform):
 
 def test_warp_batch_zeroes_each_new_buffer_once(warp_counter, memsets):
     x = sample(6, 50)
-    LAUNCHED.clear()
     # Another block_dim than in other tests, so that the handler is compiled while `memsets` counts.
-    warp_counter.run(jax.vmap(positive_numbers(block_dim=64)), x)
-    assert (len(LAUNCHED), sorted(memsets)) == (1, [4 * 6, x.nbytes, x.nbytes])
+    _, n_launches = count_launches(lambda: warp_counter.run(jax.vmap(positive_numbers(block_dim=64)), x))
+    assert (n_launches, sorted(memsets)) == (1, [4 * 6, x.nbytes, x.nbytes])
 
 
 def test_warp_side_effect_keeps_unused_call(warp_platform):
     for has_side_effect in (True, False):
-        f = product(has_side_effect=has_side_effect)
-        text = jax.jit(lambda x, y: (f(x, y), x + y)[1]).lower(*PAIR).compile().as_text()
+        f = warp_product(has_side_effect=has_side_effect)
+        text = jax.jit(lambda x, y: (f(x, y), x + y)[1]).lower(*TWO_VECTORS).compile().as_text()
         assert ("custom-call" in text) == has_side_effect
-        check_close(f(*PAIR), PAIR[0] * PAIR[1])
+        check_close(f(*TWO_VECTORS), TWO_VECTORS[0] * TWO_VECTORS[1])
 
 
 @needs_warp
@@ -4095,7 +4075,7 @@ def kernel_with_table(table, module):
     return xk.warp_kernel(weighted, like_first)
 
 
-TABLES = {  # module, factors of kernels, whether each is called before the next is created, whether it warns
+STATIC_TABLES = {  # module, factors of kernels, whether each is called before the next is created, whether it warns
     "one module": ("static tables", [1.0, 2.0, 3.0, 4.0], False, True),
     "unique modules": ("unique", [1.0, 2.0], False, False),
     "equal tables": ("equal tables", [2.0, 2.0, 2.0, 2.0], False, False),
@@ -4104,24 +4084,24 @@ TABLES = {  # module, factors of kernels, whether each is called before the next
 
 
 @needs_warp
-@pytest.mark.parametrize("case", TABLES)
+@pytest.mark.parametrize("case", STATIC_TABLES)
 def test_warp_deferred_static_warns_if_kernels_look_equal(case, recwarn):
-    module, factors, in_turn, warns = TABLES[case]
+    module, factors, in_turn, warns = STATIC_TABLES[case]
     module = module if module == "unique" else wp.get_module(module)
     kernels = []
     for factor in factors:
         kernels.append(kernel_with_table((factor, 2 * factor), module))
         if in_turn:
-            kernels[-1](THREE)
+            kernels[-1](THREE_FLOATS)
     warnings.simplefilter("always")
-    results = [kernel(THREE) for kernel in kernels]
+    results = [kernel(THREE_FLOATS) for kernel in kernels]
     found = [warning for warning in recwarn if "may run the code of another kernel" in str(warning.message)]
     assert bool(found) == warns
     if warns:
         assert re.search(r"'weighted' .*wp.static.*module=\"unique\"", str(found[0].message))
         assert found[0].filename == __file__
     else:
-        check_close(results, [3 * factor * THREE for factor in factors])
+        check_close(results, [3 * factor * THREE_FLOATS for factor in factors])
 
 
 # -- gradients: where Warp's adjoint is wrong, a warning is raised ---------------------------------------
@@ -4211,7 +4191,7 @@ def gradient_kernels():
     """Return {name: kernel} for the tables of gradients."""
     bodies = {name: body for name, (body, *_) in WARP_GRADIENTS.items()} | WARP_WITHOUT_ADJOINT | WARP_WITH_ADJOINT
     programs = [("x: rows, out: floats", body) for body in bodies.values()]
-    return dict(zip(bodies, kernels_in_module(programs, "gradients", True).values()))
+    return dict(zip(bodies, warp_kernels_in_module(programs, "gradients", True).values()))
 
 
 def is_newer_warp():
@@ -4275,7 +4255,7 @@ def test_warp_gradient_of_builtin_without_adjoint_warned(name):
     ("rows", "k = i\nfor j in range(x.shape[1]):\n    wp.atomic_add(out, k, x[i, j])\n    k = 0", 16, "k"),
 ], ids=["bfloat16", "loop not unrolled", "changed index of atomic sum"])  # fmt: skip
 def test_warp_gradient_warned(x, body, max_unroll, variable):
-    kernel = kernel_from_text(f"x: {x}, out: floats", body, True)
+    kernel = warp_kernel_from_body(f"x: {x}, out: floats", body, True)
     kernel.module.options["max_unroll"] = max_unroll
     f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
     inputs = spec(3, 3, dtype=jnp.bfloat16 if "bfloat16" in x else np.float32)
@@ -4297,7 +4277,7 @@ def test_warp_gradient_warned(x, body, max_unroll, variable):
 ], ids=["matrix", "vectors", "no wp.tid", "two calls of wp.tid", "too many dims", "too few dims"])  # fmt: skip
 def test_warp_launch_dims_must_match_indices_of_tid(x, start, launch_dims, n_dims, n_indices):
     """Kernels without `wp.tid` accept any launch, but have no default."""
-    kernel = kernel_from_text(f"x: {x}, y: floats, out: floats", f"{start}\nout[i] = y[i]")
+    kernel = warp_kernel_from_body(f"x: {x}, y: floats, out: floats", f"{start}\nout[i] = y[i]")
 
     def trace(launch_dims):
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=launch_dims), spec(3, 2), spec(3))
@@ -4312,7 +4292,9 @@ def test_warp_launch_dims_must_match_indices_of_tid(x, start, launch_dims, n_dim
 @needs_warp
 def test_warp_default_launch_needs_arrays_of_one_shape():
     """Arrays with one element do not count."""
-    kernel = kernel_from_text("x: floats, y: floats, s: float, out: floats", "wp.atomic_add(out, 0, x[0] * s * y[0])")
+    kernel = warp_kernel_from_body(
+        "x: floats, y: floats, s: float, out: floats", "wp.atomic_add(out, 0, x[0] * s * y[0])"
+    )
     ones = [np.ones(shape, np.float32) for shape in ((), 1, 2, 3)]
 
     def call(x, y, out):
@@ -4330,9 +4312,9 @@ def test_warp_default_launch_needs_arrays_of_one_shape():
 def test_warp_deterministic_mode_ignored_on_cpu(monkeypatch):
     """`wp.launch` ignores it there, too."""
     monkeypatch.setattr(wp.config, "deterministic", wp.DeterministicMode.RUN_TO_RUN)
-    kernel = kernel_from_text("x: floats, y: floats, out: floats", "wp.atomic_add(out, 0, x[i] * y[i])", True)
-    out, pullback = jax.vjp(xk.warp_kernel(kernel, spec(1), differentiable=True), *PAIR)
-    check_close((out, pullback(jnp.ones(1))), (np.vdot(*PAIR)[None], PAIR[::-1]))
+    kernel = warp_kernel_from_body("x: floats, y: floats, out: floats", "wp.atomic_add(out, 0, x[i] * y[i])", True)
+    out, pullback = jax.vjp(xk.warp_kernel(kernel, spec(1), differentiable=True), *TWO_VECTORS)
+    check_close((out, pullback(jnp.ones(1))), (np.vdot(*TWO_VECTORS)[None], TWO_VECTORS[::-1]))
 
 
 # -- arguments -----------------------------------------------------------------------------------------
@@ -4349,31 +4331,24 @@ def test_warp_accepts_enums_numbers_and_null_arrays(warp_platform):
 @needs_warp
 def test_warp_arguments_bind_by_position_or_name():
     f = xk.warp_kernel(warp_kernels().histogram, spec(3), zero_outputs=True)
-    check_close(f(weight=jnp.int32(2), index=INTEGERS), [2, 2, 2])
-    check_close(jax.jit(f, static_argnums=1)(INTEGERS, 0.5), [0.5, 0.5, 0.5])
+    check_close(f(weight=jnp.int32(2), index=THREE_INTS), [2, 2, 2])
+    check_close(jax.jit(f, static_argnums=1)(THREE_INTS, 0.5), [0.5, 0.5, 0.5])
     with pytest.raises(TypeError, match=r"\(index, w.*, inputs first; got 1 by position and \(index\) by name"):
-        f(INTEGERS, index=3)
+        f(THREE_INTS, index=3)
     text = r"'weight' is passed by value, as float32. Got float32\[\]. .* traced.*dtype=wp\.float32\).*static_argnums"
     with pytest.raises(TypeError, match=text):
-        jax.vmap(f, (None, 0))(INTEGERS, THREE)
-
-
-@needs_warp
-def test_warp_gradient_error_names_disabled_backward():
-    f = xk.warp_kernel(kernel_from_text("x: floats, out: floats", "out[i] = x[i]"), like_first, differentiable=True)
-    with pytest.raises(ValueError, match=r"enable_backward is False.*@wp.kernel\(enable_backward=True\)"):
-        jax.grad(lambda x: f(x).sum())(THREE)
+        jax.vmap(f, (None, 0))(THREE_INTS, THREE_FLOATS)
 
 
 @needs_warp
 def test_warp_tiles_error_names_enabled_cpu_blocks(monkeypatch):
     """Kernels without tiles work with this setting of Warp >= 1.19."""
     monkeypatch.setattr(wp.config, "enable_cpu_blocks", True, raising=False)
-    check_close(product(block_dim=4)(*PAIR), np.multiply(*PAIR))
+    check_close(warp_product(block_dim=4)(*TWO_VECTORS), np.multiply(*TWO_VECTORS))
     x = jnp.zeros(128)
     for options in {"launch_dims": 2, "tiled": True}, {"launch_dims": (2, 64)}:
         with pytest.raises(NotImplementedError, match=r"more with wp\.config\.enable_cpu_blocks"):
-            xk.warp_kernel(batch_kernels()[X_OUT, TILES], like_first, block_dim=64, **options)(x)
+            xk.warp_kernel(batch_kernels()[X_OUT, DOUBLE_TILES], like_first, block_dim=64, **options)(x)
 
 
 @needs_warp
@@ -4382,17 +4357,17 @@ def test_warp_deterministic_launch_rejected(monkeypatch):
     launch = type("DeterministicLaunch", (wp.Launch,), {"__init__": lambda self: None})()
     monkeypatch.setattr(wp, "launch", lambda *args, **options: launch)
     with pytest.raises(NotImplementedError, match=r"'multiply': .*deterministic mode.*call the .* with wp.jax_kernel"):
-        product(launch_dims=2)(*PAIR)
+        warp_product(launch_dims=2)(*TWO_VECTORS)
 
 
 @needs_warp
 @pytest.mark.parametrize("platforms", [
-    pytest.param(["cpu"], id="cpu"), pytest.param(["cpu", "cuda"], marks=on_gpu, id="cpu and gpu"),
+    pytest.param(["cpu"], id="cpu"), pytest.param(["cpu", "cuda"], marks=needs_gpu, id="cpu and gpu"),
 ])  # fmt: skip
 def test_warp_export_with_symbolic_batch_size(platforms):
     """The target has the same name on each platform, but its launch data differ."""
     (n,) = export.symbolic_shape("n")
-    f = jax.vmap(product(launch_dims=lambda x, y: x.shape, name="any number of slices"))
+    f = jax.vmap(warp_product(launch_dims=lambda x, y: x.shape, name="any number of slices"))
     program = export.export(jax.jit(f), platforms=platforms, disabled_checks=xk.export_checks())(spec(n, 5), spec(n, 5))
     for platform in platforms:
         x = jax.device_put(sample(3, 5), jax.devices(platform)[0])
@@ -4412,33 +4387,22 @@ def test_warp_build_error_raised_on_every_call():
             xk.warp_kernel(broken, like_first)(jnp.arange(3.0))
 
 
-STORE_IN_DEBUG_MODE = """
-import jax.numpy as jnp
-import warp as wp
-from xla_kernels import warp_kernel
-
-wp.config.mode = "debug"
-wp.config.use_precompiled_headers = False  # faster for one build
-
-@warp_kernel(outs=lambda x: x, launch_dims=1)
-@wp.kernel
-def store(x: wp.array(dtype=float), out: wp.array(dtype=float)):
-    out[int(x[0])] = 1.0
-
-print(store(jnp.full(3, 2.0)), flush=True)
-store(jnp.full(3, 3.0)).block_until_ready()
-"""
+def store_out_of_bounds_in_debug_mode():
+    wp.config.mode = "debug"
+    wp.config.use_precompiled_headers = False  # faster for one build
+    kernel = warp_kernel_from_body("x: floats, out: floats", "out[int(x[0])] = 1.0")
+    store = xk.warp_kernel(kernel, like_first, launch_dims=1)
+    print(store(jnp.full(3, 2.0)), flush=True)
+    store(jnp.full(3, 3.0)).block_until_ready()
 
 
 @pytest.mark.processes
 @needs_warp
-def test_warp_debug_mode_aborts_at_index_out_of_bounds(tmp_path):
+def test_warp_debug_mode_aborts_at_index_out_of_bounds():
     """In its own process, because Warp ends the process with the failed assertion."""
-    program = tmp_path / "program.py"  # Warp reads the source of the kernel
-    program.write_text(STORE_IN_DEBUG_MODE)
     outcome = r"(?s)exit code (?!0\n).*\[0\. 0\. 1\.\]\n.*Assertion failed: 'i .*arr\.shape\[0\]'"
     with pytest.raises(AssertionError, match=outcome):
-        run_python(program)
+        run_in_new_process(store_out_of_bounds_in_debug_mode)
 
 
 # ======================================================================================================
@@ -4465,9 +4429,9 @@ V_PLUS_D = {  # functions that compute v + d from the initial values of their ou
     "zeroed": lambda: cuda_v_plus_d(
         "v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]", zero_outputs=True, scratch=like_first),
     "aliased callable": lambda: xk.numba_cuda_callable(
-        lambda v, d, out, stream: add_on_gpu[1, 64, stream](out, d, out), like_first, input_output_aliases={0: 0}),
+        lambda v, d, out, stream: add_kernel[1, 64, stream](out, d, out), like_first, input_output_aliases={0: 0}),
     "warp in-out": lambda: xk.warp_kernel(
-        kernel_from_text("v: floats, d: floats", "v[i] += d[i]"), like_first, in_out_argnames=["v"]),
+        warp_kernel_from_body("v: floats, d: floats", "v[i] += d[i]"), like_first, in_out_argnames=["v"]),
     "warp differentiable": gradient_of_half_square_of_sum,
 }  # fmt: skip
 
@@ -4528,21 +4492,21 @@ def test_gpu_kernel_input_not_overwritten_by_row_update():
 @pytest.mark.needs("gpu", "cuda package")
 @pytest.mark.parametrize("zero_outputs, n_memsets", [(None, 2), (False, 0)])
 def test_gpu_callable_memset_per_new_buffer(memsets, zero_outputs, n_memsets):
-    launch = lambda x, out, tmp, stream: copy_on_gpu[1, 8, stream](x, out)
-    op = xk.numba_cuda_callable(launch, like_first, scratch=like_first, zero_outputs=zero_outputs)
-    check_close(run_on_gpu(jax.vmap(op), PAIRS[0]), PAIRS[0])
+    launch = lambda x, out, tmp, stream: copy_kernel[1, 8, stream](x, out)
+    call = xk.numba_cuda_callable(launch, like_first, scratch=like_first, zero_outputs=zero_outputs)
+    check_close(run_on_gpu(jax.vmap(call), TWO_BATCHES[0]), TWO_BATCHES[0])
     assert memsets == [4 * 3 * 7] * n_memsets
 
 
 @pytest.mark.needs("gpu", "cuda package")
 def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
-    op = batch_op(cuda.jit(cuda_add))
-    copy_in_place = batch_op(cuda.jit(cuda_copy), input_output_aliases={0: 0})
+    call = wrap_cuda(cuda.jit(cuda_add))
+    copy_in_place = wrap_cuda(cuda.jit(cuda_copy), input_output_aliases={0: 0})
     for k, device in enumerate(jax.local_devices(backend="cuda")):
         numbers = np.arange(7, dtype=np.float32) + k
         for place in device, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"):
             x = jax.device_put(numbers, place)
-            out = op(x, x)
+            out = call(x, x)
             assert out.devices() == {device}
             np.testing.assert_array_equal(out, 2 * numbers)
             np.testing.assert_array_equal(jax.jit(copy_in_place)(x), numbers)
@@ -4552,7 +4516,7 @@ def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
 CALL_IN_COMMAND_BUFFER = re.compile(r"^( *)\d+: kCommandBuffer.*\n(\1 +.*\n)*?\1 +\d+: kCustomCall", re.MULTILINE)
 
 
-@on_gpu
+@needs_gpu
 def test_gpu_kernels_run_in_command_buffers(tmp_path):
     """Tests that run on the GPU pass with a CUDA graph for each computation."""
     flags = [
@@ -4576,25 +4540,24 @@ def test_gpu_kernels_run_in_command_buffers(tmp_path):
 # ======================================================================================================
 # XLACustomKernel
 
-VECTOR = np.arange(1.0, 9.0, dtype=np.float32)
+ONE_TO_8 = np.arange(1.0, 9.0, dtype=np.float32)
 WEIGHTS = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
-ROWS = np.stack([VECTOR, VECTOR + 1, 2 * VECTOR])
-AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+ROWS = np.stack([ONE_TO_8, ONE_TO_8 + 1, 2 * ONE_TO_8])
 
 
-def op_with(generator):
+def op_with_generator(generator):
     """Return an op with one kernel for the CPU, which `generator` creates."""
     op = xk.XLACustomKernel("op")
     op.def_kernel("jax", "cpu", generator)
     return op
 
 
-def op_of(function):
+def op_with_kernel(function):
     """Return an op whose kernel is `function`.  The static parameters of a call are its keyword arguments."""
-    return op_with(lambda outs, **parameters: partial(function, **parameters))
+    return op_with_generator(lambda outs, **parameters: partial(function, **parameters))
 
 
-def add_to(value):
+def generator_adding(value):
     """Return a generator of a kernel that adds `value`."""
     return lambda: partial(operator.add, value)
 
@@ -4603,11 +4566,11 @@ def op_adding(**values):
     """Return an op with a backend for each keyword.  Its kernel adds the value."""
     op = xk.XLACustomKernel("op")
     for backend, value in values.items():
-        op.def_kernel(backend, "cpu", add_to(value))
+        op.def_kernel(backend, "cpu", generator_adding(value))
     return op
 
 
-def call_op(op):
+def as_function(op):
     """Return an op as a function of its inputs.  Its output has the spec of the first."""
     return partial(op, outs=like_first)
 
@@ -4615,12 +4578,6 @@ def call_op(op):
 def sum_of(f):
     """Return a scalar function, for gradients."""
     return lambda *operands: f(*operands).sum()
-
-
-def four_devices(*shape, axis_type=AUTO):
-    """Return a mesh of this shape, with the axes "d" and "e"."""
-    devices = np.array(jax.devices()[:4]).reshape(shape)
-    return jax.sharding.Mesh(devices, ("d", "e")[: len(shape)], axis_types=(axis_type,) * len(shape))
 
 
 def on_mesh(x, *axes, mesh):
@@ -4642,24 +4599,24 @@ multiply_p.def_abstract_eval(like_first)
 mlir.register_lowering(multiply_p, mlir.lower_fun(operator.mul, multiple_results=False))
 
 
-def product_op(generator=lambda: operator.mul):
-    op = op_with(generator)
+def multiply_op(generator=lambda: operator.mul):
+    op = op_with_generator(generator)
     Hadamard.differentiate(op)
     return op
 
 
-op_with_vjp_rule = op_of(operator.mul)
+op_with_vjp_rule = op_with_kernel(operator.mul)
 op_with_vjp_rule.def_vjp_rule(
     lambda x, y: (op_with_vjp_rule(x, y, outs=like_first), (x, y)), lambda xy, ct: (ct * xy[1], ct * xy[0])
 )
-WITHOUT_BATCHING_RULE = call_op(product_op(lambda: multiply_p.bind))
-WITH_BACKWARD_PASS = call_op(op_with_vjp_rule)
+WITHOUT_BATCHING_RULE = as_function(multiply_op(lambda: multiply_p.bind))
+WITH_VJP_RULE = as_function(op_with_vjp_rule)
 
 
 @pytest.mark.parametrize("multiply, transformation", [
     (WITHOUT_BATCHING_RULE, "vmap_nested"),
     (WITHOUT_BATCHING_RULE, "grad_of_shard_map"),
-    (WITH_BACKWARD_PASS, "shard_map_of_grad"),
+    (WITH_VJP_RULE, "shard_map_of_grad"),
 ], ids=["primitive in vmap", "primitive in shard_map", "VJP rule in shard_map"])  # fmt: skip
 def test_op_transforms_with_unbatched_primitive_or_vjp_rule(multiply, transformation):
     program = TRANSFORMATIONS[transformation]
@@ -4667,18 +4624,12 @@ def test_op_transforms_with_unbatched_primitive_or_vjp_rule(multiply, transforma
     check_close(results, expected_result("hadamard", transformation, "float32"))
 
 
-def test_op_kernel_closing_over_tracer_rejected():
-    """The operands of the call are not traced."""
-    with pytest.raises(TypeError, match=r"'op': .* traced values of its closure. Got .* as an operand"):
-        jax.grad(lambda x: op_of(lambda y: x * y)(1.0, outs=spec()))(1.0)
-
-
 def test_op_kernel_may_use_mesh_axes_but_no_vmap_axes():
-    total = call_op(op_of(lambda x: jax.lax.psum(x, "d")))
+    total = as_function(op_with_kernel(lambda x: jax.lax.psum(x, "d")))
     with pytest.raises(NotImplementedError, match=r"'op': .* nor use axes of a vmap. It has NamedAxisEffect.*d"):
-        jax.vmap(total, axis_name="d")(VECTOR)
-    on_devices = jax.shard_map(total, mesh=four_devices(4), in_specs=P("d"), out_specs=P("d"))
-    check_close(on_devices(VECTOR[:4]), [10, 10, 10, 10])
+        jax.vmap(total, axis_name="d")(ONE_TO_8)
+    on_devices = jax.shard_map(total, mesh=four_device_mesh(4), in_specs=P("d"), out_specs=P("d"))
+    check_close(on_devices(ONE_TO_8[:4]), [10, 10, 10, 10])
 
 
 # -- outs, inputs, static parameters -------------------------------------------------------------------
@@ -4686,23 +4637,18 @@ def test_op_kernel_may_use_mesh_axes_but_no_vmap_axes():
 SPECS = [spec(8), spec(8, dtype=bool), spec(4), [spec(8)], (spec(8),), (spec(0), spec(8)), {"low": spec(8)}, ()]
 OUTS = [  # `outs`, and the specs that it declares
     *zip(SPECS, SPECS),
-    ([jnp.zeros(8), types.SimpleNamespace(shape=[3], dtype="int32", adj=None)], [spec(8), spec(3, dtype=np.int32)]),
+    ([ONE_TO_8, types.SimpleNamespace(shape=[3], dtype="int32", adj=None)], [spec(8), spec(3, dtype=np.int32)]),
 ]
 
 
 def test_op_result_has_structure_of_outs():
     """One op serves all: its cache of calls has shapes, dtypes and structure in its keys."""
-    op = op_of(lambda x: jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), declared))
+    op = op_with_kernel(lambda x: jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), declared))
     for outs, declared in OUTS:
         call = partial(op, outs=outs)
-        for result in call(VECTOR), jax.jit(call)(VECTOR):
+        for result in call(ONE_TO_8), jax.jit(call)(ONE_TO_8):
             assert jax.eval_shape(like_first, result) == declared
             assert all(leaf.all() for leaf in jax.tree.leaves(result))
-
-
-def test_op_result_of_other_structure_rejected():
-    with pytest.raises(ValueError, match=r"'op'.*returned .*\*, .*, but outs declares .*"):
-        op_of(lambda x: (x.min(), x.max()))(VECTOR, outs={"low": spec(), "high": spec()})
 
 
 class DlpackArray:
@@ -4723,32 +4669,18 @@ class DlpackArray:
 
 def test_op_accepts_numbers_and_arrays_of_other_libraries():
     """Arrays may be strided views."""
-    negative = call_op(op_of(operator.neg))
+    negative = as_function(op_with_kernel(operator.neg))
     for operand in (2, types.SimpleNamespace(__jax_array__=lambda: jnp.int32(2))):
         check_close(negative(operand), np.int32(-2))
-    for array in (VECTOR, ROWS[:, 1], ROWS[::-1]):
+    for array in (ONE_TO_8, ROWS[:, 1], ROWS[::-1]):
         check_close(negative(DlpackArray(array)), -array)
-    check_close(op_of(lambda: {"any container": np.float32([3, 4])})(outs=spec(2)), [3, 4])
+    check_close(op_with_kernel(lambda: {"any container": np.float32([3, 4])})(outs=spec(2)), [3, 4])
     check_close(jax.jit(lambda x: negative(types.SimpleNamespace(__jax_array__=lambda: x)))(ONES), -ONES)
-
-
-@pytest.mark.parametrize("make, text", [
-    (lambda: jax.new_ref(jnp.ones(4)), r"must be an array; got a jax.Ref. Pass its value, x\[\.\.\.\]"),
-    (lambda: np.ones(4, [("a", "f4"), ("b", "i4")]), r"number or an array.*one by one, x\['a'\]"),
-    (lambda: ONES.astype(">f4"), r"got ndarray of dtype >f4.*newbyteorder\("),
-    (lambda: [1.0], r"must be a number or an array.*got list \[1.0\]. Convert it, jnp.array\(x\)"),
-], ids=["Ref", "structured array", "big-endian array", "list"])  # fmt: skip
-@pytest.mark.parametrize("call", [add_one, call_op(op_adding(a=1))], ids=["wrapper", "op"])
-def test_unsupported_input_rejected(call, make, text):
-    """A previous call with an ordinary array does not make the check pass."""
-    call(ONES)
-    with pytest.raises(TypeError, match=f"'(add_one|op)': input 0.*{text}"):
-        call(make())
 
 
 def test_op_distinguishes_equal_parameters_of_other_types():
     """Parameters that are equal in Python have representations of different lengths."""
-    op = op_of(lambda x, k: x + len(repr(k)))
+    op = op_with_kernel(lambda x, k: x + len(repr(k)))
     zero, minus_zero = np.float32(0.0), np.float32(-0.0)
     values = [1, 1.0, True, np.float32(1), 0.0, -0.0, (zero,), (minus_zero,), frozenset({1}), frozenset({1.0})]
     call = lambda x: [op(x, outs=spec(), k=k) for k in values]
@@ -4757,7 +4689,7 @@ def test_op_distinguishes_equal_parameters_of_other_types():
 
 @pytest.mark.parametrize("call", [
     pytest.param(lambda x, outs: wrap(outs=outs)(x), id="wrapper"),
-    pytest.param(op_with(lambda outs: wrap(outs=outs)), id="op"),
+    pytest.param(op_with_generator(lambda outs: wrap(outs=outs)), id="op"),
 ])  # fmt: skip
 def test_disabled_x64_truncates_outs_but_not_arrays(call):
     """JAX does the same, unless `jax_explicit_x64_dtypes` allows 64 bits."""
@@ -4781,10 +4713,10 @@ def test_op_properties():
     assert repr(op) == "<XLACustomKernel 'op': cpu: a, b>" and xk.XLACustomKernel("op", doc="Adds.").__doc__ == "Adds."
     assert op.defaults == {"cpu": "a"} and op.get_default("cpu") == "a" and op.get_default("tpu") is None
     assert op.available_backends("cpu") == ["a", "b"] and op.available_backends("tpu") == []
-    assert op.call(VECTOR[0], outs=spec()) == 2
+    assert op.call(ONE_TO_8[0], outs=spec()) == 2
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba")
-    assert op.def_benchmark_data(add_to) is add_to
+    assert op.def_benchmark_data(generator_adding) is generator_adding
 
 
 @pytest.mark.needs("brainevent")
@@ -4816,14 +4748,14 @@ def watch_clear_caches(monkeypatch):
 
 
 REGISTRATIONS = {  # a change to an op, whether it clears caches, results of the op and of its forward function
-    "kernel for a GPU": (lambda op: op.def_kernel("jax", "gpu", add_to(2)), False, 1, None),
-    "other backend": (lambda op: op.def_kernel("c", "cpu", add_to(3)), False, 1, None),
-    "kernel for Numba CUDA": (lambda op: op.def_numba_cuda_kernel(add_to(2)), False, 1, None),
-    "default of a TPU": (lambda op: op.def_kernel("jax", "tpu", add_to(2), asdefault=True), False, 1, None),
+    "kernel for a GPU": (lambda op: op.def_kernel("jax", "gpu", generator_adding(2)), False, 1, None),
+    "other backend": (lambda op: op.def_kernel("c", "cpu", generator_adding(3)), False, 1, None),
+    "kernel for Numba CUDA": (lambda op: op.def_numba_cuda_kernel(generator_adding(2)), False, 1, None),
+    "default of a TPU": (lambda op: op.def_kernel("jax", "tpu", generator_adding(2), asdefault=True), False, 1, None),
     "same default": (lambda op: op.set_default("cpu", "a"), False, 1, None),
     "same batching rule": (lambda op: op.register_general_batching(), False, 1, None),
-    "replaced kernel": (lambda op: op.def_kernel("a", "cpu", add_to(3)), True, 3, None),
-    "new default kernel": (lambda op: op.def_kernel("c", "cpu", add_to(3), asdefault=True), True, 3, None),
+    "replaced kernel": (lambda op: op.def_kernel("a", "cpu", generator_adding(3)), True, 3, None),
+    "new default kernel": (lambda op: op.def_kernel("c", "cpu", generator_adding(3), asdefault=True), True, 3, None),
     "other default": (lambda op: op.set_default("cpu", "b"), True, 2, None),
     "VJP rule": (lambda op: op.def_vjp_rule(lambda x: (x + 3, None), lambda residuals, ct: ct), True, 1, 3),
 }
@@ -4834,9 +4766,9 @@ def test_op_registration_clears_caches_only_if_compiled_code_depends_on_it(regis
     """`jax.clear_caches` recompiles all functions of the process."""
     change, is_cleared, result, forward_result = REGISTRATIONS[registration]
     op = op_adding(a=1, b=2)
-    batched = jax.jit(jax.vmap(call_op(op)))
-    calls = [call_op(op), batched, jax.jit(call_op(op_of(batched)))]
-    forward = jax.jit(lambda x: jax.vjp(call_op(op), x)[0])
+    batched = jax.jit(jax.vmap(as_function(op)))
+    calls = [as_function(op), batched, jax.jit(as_function(op_with_kernel(batched)))]
+    forward = jax.jit(lambda x: jax.vjp(as_function(op), x)[0])
     assert [call(np.zeros(1)) for call in calls] == [1, 1, 1]
     with pytest.raises(NotImplementedError):
         forward(0.0)
@@ -4854,26 +4786,26 @@ def test_op_registration_clears_caches_only_if_compiled_code_depends_on_it(regis
 def test_op_new_default_keeps_code_of_explicit_backend(monkeypatch):
     """The compiled call names its backend, so a new default does not affect it.  A new kernel does."""
     op = xk.XLACustomKernel("op")
-    op.def_warp_kernel(add_to(1))
-    by_default, by_name = jax.jit(call_op(op)), jax.jit(partial(op, outs=like_first, backend="warp"))
+    op.def_warp_kernel(generator_adding(1))
+    by_default, by_name = jax.jit(as_function(op)), jax.jit(partial(op, outs=like_first, backend="warp"))
     assert by_name(0) == 1
     cleared = watch_clear_caches(monkeypatch)
-    op.def_numba_kernel(add_to(2))
+    op.def_numba_kernel(generator_adding(2))
     assert not cleared and by_name(0) == 1 and by_default(0) == 2
-    op.def_warp_kernel(add_to(3))
+    op.def_warp_kernel(generator_adding(3))
     assert len(cleared) == 1 and by_name(0) == 3 and by_default(0) == 2
 
 
 def test_op_warp_is_cpu_default_only_without_other_backend():
     op = xk.XLACustomKernel("warp")
     call = partial(op, 0, outs=like_first)
-    op.def_warp_kernel(add_to(1), asdefault=True)
+    op.def_warp_kernel(generator_adding(1), asdefault=True)
     assert op.defaults == {"gpu": "warp", "cpu": "warp"} and call() == 1
-    op.def_numba_kernel(add_to(2))
+    op.def_numba_kernel(generator_adding(2))
     assert op.defaults == {"gpu": "warp", "cpu": "numba"}
     assert call() == 2 and call(backend="warp") == 1
-    op.def_kernel("warp", "cpu", add_to(3))  # explicit, so a kernel for the GPU does not replace it
-    op.def_warp_kernel(add_to(4))
+    op.def_kernel("warp", "cpu", generator_adding(3))  # explicit, so a kernel for the GPU does not replace it
+    op.def_warp_kernel(generator_adding(4))
     assert call(backend="warp") == 3
 
 
@@ -4889,7 +4821,7 @@ def test_op_warp_is_cpu_default_only_without_other_backend():
     ("def_kernel", ("mine", "METAL"), "METAL", "mine"),  # a plugin
 ])  # fmt: skip
 def test_op_registration_methods_choose_platform_and_default(method, args, platform, backend):
-    op, generator = xk.XLACustomKernel("op"), add_to(1)
+    op, generator = xk.XLACustomKernel("op"), generator_adding(1)
     op.def_kernel("first", platform, generator)
     define = getattr(op, method)
     assert define(*args, generator) is generator and op.defaults[platform] == "first"
@@ -4900,9 +4832,11 @@ def test_op_registration_methods_choose_platform_and_default(method, args, platf
 def test_op_kernel_chosen_by_lowering_platform():
     op, values = xk.XLACustomKernel("where"), {"cpu": 1.0, "cuda": 2.0, "tpu": 3.0}
     for platform, value in values.items():
-        op.def_kernel("jax", platform, add_to(value))
-    text = jax.jit(call_op(op)).trace(VECTOR).lower(lowering_platforms=tuple(values)).as_text()
+        op.def_kernel("jax", platform, generator_adding(value))
+    text = jax.jit(as_function(op)).trace(ONE_TO_8).lower(lowering_platforms=tuple(values)).as_text()
     assert re.findall(r"dense<(\d)\.", text) == ["1", "2", "3"]
+    op.def_kernel("other", "gpu", generator_adding(4.0))
+    assert "dense<4." in lower_for_cuda(partial(op, outs=like_first, backend="other"), ONE_TO_8)
 
 
 # -- generators and decorated kernels --------------------------------------------------------------------
@@ -4910,9 +4844,9 @@ def test_op_kernel_chosen_by_lowering_platform():
 
 def test_op_generator_result_works_on_any_mesh():
     """The generator computes an array when the mesh is set.  It is called once."""
-    double = call_op(op_with(lambda outs: partial(jnp.multiply, 2 * jnp.ones(4))))
+    double = as_function(op_with_generator(lambda outs: partial(jnp.multiply, 2 * jnp.ones(4))))
     rows = np.ones((8, 4), np.float32)
-    for mesh in (four_devices(4, axis_type=EXPLICIT), four_devices(2, 2, axis_type=EXPLICIT)):
+    for mesh in (four_device_mesh(4, axis_type=EXPLICIT), four_device_mesh(2, 2, axis_type=EXPLICIT)):
         split = jax.shard_map(double, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
         with jax.set_mesh(mesh):
             for f in (split, jax.jit(double)):
@@ -4927,18 +4861,18 @@ def test_op_generator_called_once_per_parameters():
         generated.append((outs[0].shape, power))
         return lambda x: x**power
 
-    op = op_with(generator)
+    op = op_with_generator(generator)
     for power in (1, 2, 1):
         jax.clear_caches()
         call = partial(op, outs=like_first, power=power)
-        check_close(jax.jit(call)(VECTOR), VECTOR**power)
+        check_close(jax.jit(call)(ONE_TO_8), ONE_TO_8**power)
         check_close(jax.vmap(call)(ROWS), ROWS**power)
     assert generated == [((8,), 1), ((8,), 2)]
     with x64():  # the generator may create constants, of another dtype
-        op(VECTOR, outs=like_first, power=1)
+        op(ONE_TO_8, outs=like_first, power=1)
     assert len(generated) == 3
     op.def_kernel("jax", "cpu", generator)
-    op(VECTOR, outs=like_first, power=1)
+    op(ONE_TO_8, outs=like_first, power=1)
     assert len(generated) == 4
 
 
@@ -4952,7 +4886,7 @@ def test_op_generator_called_once_per_parameters():
 def test_op_accepts_decorated_kernels(kernel, options):
     op = xk.XLACustomKernel("multiply")
     assert op.def_numba_kernel(**options)(kernel) is kernel
-    check_close(op(VECTOR, WEIGHTS, outs=[spec(8)])[0], VECTOR * WEIGHTS)
+    check_close(op(ONE_TO_8, WEIGHTS, outs=[spec(8)])[0], ONE_TO_8 * WEIGHTS)
 
 
 @needs_warp
@@ -4971,8 +4905,8 @@ def test_op_outputs_of_decorated_kernels_start_from_zeros():
     op.def_kernel("uninitialized", "cpu", numba.njit(kernel), zero_outputs=False)
     calls = [partial(op, outs=like_first, backend=backend) for backend in op.available_backends("cpu")]
     for call in calls[:2]:
-        check_close(call(VECTOR), [VECTOR[0], *7 * [0]])
-    zeroed, generated, uninitialized = (target_of(call, VECTOR) for call in calls)
+        check_close(call(ONE_TO_8), [ONE_TO_8[0], *7 * [0]])
+    zeroed, generated, uninitialized = (target_of(call, ONE_TO_8) for call in calls)
     assert zeroed == generated != uninitialized
 
 
@@ -4988,7 +4922,7 @@ def test_op_vjp_rule_handles_integers_and_structured_outs():
     def backward(x, cotangents, a):
         return a * jnp.cos(a * x) * cotangents["sine"], np.zeros((), jax.dtypes.float0)
 
-    op = op_of(sine_and_signs)
+    op = op_with_kernel(sine_and_signs)
     op.def_vjp_rule(lambda x, n, a: (sine_and_signs(x, n, a), x), backward)
 
     @partial(jax.vmap, in_axes=(0, None))
@@ -5005,7 +4939,7 @@ def test_op_vjp_rule_handles_integers_and_structured_outs():
 
 
 def test_op_rules_are_not_called_without_tangents_or_cotangents():
-    op, seen = op_of(operator.mul), []
+    op, seen = op_with_kernel(operator.mul), []
 
     @op.def_transpose_rule
     def transpose(cotangents, x, y):
@@ -5019,7 +4953,7 @@ def test_op_rules_are_not_called_without_tangents_or_cotangents():
 
 
 def test_op_jvp_rule_gets_zero_tangents_of_slice_shape():
-    op = op_of(operator.mul)
+    op = op_with_kernel(operator.mul)
 
     @op.def_jvp_rule
     def jvp(primals, tangents):
@@ -5027,7 +4961,7 @@ def test_op_jvp_rule_gets_zero_tangents_of_slice_shape():
         x_dot, y_dot = map(ad.instantiate_zeros, tangents)
         return [x * y], [x_dot * y + x * y_dot]
 
-    multiply = jax.vmap(call_op(op))
+    multiply = jax.vmap(as_function(op))
     check_close(jax.grad(sum_of(lambda x: multiply(x, ROWS + 1)))(ROWS), ROWS + 1)
 
 
@@ -5045,15 +4979,15 @@ RULE_ERRORS = {  # method, rules, error text
 @pytest.mark.parametrize("method, rules, text", RULE_ERRORS.values(), ids=[*RULE_ERRORS])
 def test_op_rule_with_wrong_result_rejected(method, rules, text):
     """The results of rules for derivatives are compared with the specs of one slice."""
-    op = product_op()
+    op = multiply_op()
     getattr(op, method)(*rules)
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
-        jax.grad(sum_of(jax.vmap(call_op(op))), (0, 1))(ROWS, ROWS)
+        jax.grad(sum_of(jax.vmap(as_function(op))), (0, 1))(ROWS, ROWS)
 
 
 def test_op_redefined_rules_reach_compiled_functions():
     op = op_adding(a=1)
-    derivative = jax.jit(jax.grad(call_op(op)))
+    derivative = jax.jit(jax.grad(as_function(op)))
     of_batch = jax.jit(jax.vmap(lambda x: op.primitive.bind(x, outs=(spec(),))[0]))  # a caller may bind the primitive
     for value in (2, 3):
         op.def_jvp_rule(lambda primals, tangents, value=value: (primals, [value * tangents[0]]))
@@ -5067,10 +5001,10 @@ def test_op_redefined_rules_reach_compiled_functions():
 def test_defjvp_and_general_batching_rule_accept_primitives():
     xk.defjvp(multiply_p, lambda t, x, y: t * y, None)
     multiply = jax.jit(multiply_p.bind)
-    check_close(jax.jvp(multiply, (VECTOR, VECTOR), (WEIGHTS, WEIGHTS)), (VECTOR**2, VECTOR * WEIGHTS))
-    batch = jax.jit(lambda: xk.general_batching_rule(multiply_p, (ROWS.T, VECTOR), (1, None)))
-    check_close(batch(), (ROWS * VECTOR, 0))
-    op = op_of(lambda x: {"sum": x + 1})
+    check_close(jax.jvp(multiply, (ONE_TO_8, ONE_TO_8), (WEIGHTS, WEIGHTS)), (ONE_TO_8**2, ONE_TO_8 * WEIGHTS))
+    batch = jax.jit(lambda: xk.general_batching_rule(multiply_p, (ROWS.T, ONE_TO_8), (1, None)))
+    check_close(batch(), (ROWS * ONE_TO_8, 0))
+    op = op_with_kernel(lambda x: {"sum": x + 1})
     for primitive in (op, op.primitive):
         batch, axes = xk.general_batching_rule(primitive, (ROWS,), (0,), outs={"sum": spec(8)})
         check_close(batch["sum"], ROWS + 1)
@@ -5082,11 +5016,11 @@ def test_defjvp_and_general_batching_rule_accept_primitives():
 ], ids=["derivative of the batching rule", "JVP rule"])  # fmt: skip
 def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
     """Without a JVP rule, JAX differentiates the batching rule.  The general batching rule can be restored."""
-    op = op_of(operator.mul)
+    op = op_with_kernel(operator.mul)
     if jvp_rules:
         op.def_jvp_rule2(*jvp_rules)
     op.def_batching_rule(lambda args, axes: ([(args[0] * args[1]).cumsum(0).T], [-1]))
-    nested = jax.vmap(jax.vmap(call_op(op), (1, None)))
+    nested = jax.vmap(jax.vmap(as_function(op), (1, None)))
     x, twos = np.stack([ROWS, -ROWS]), np.full((2, 8), 2, np.float32)
     operands = x.swapaxes(1, 2), twos
     check_close(nested(*operands), 2 * x.cumsum(1))
@@ -5096,10 +5030,10 @@ def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
 
 
 def test_op_batching_rule_may_record_innermost_of_nested_vmaps():
-    op = op_of(operator.mul)
+    op = op_with_kernel(operator.mul)
     op.def_batching_rule(lambda args, axes, outs: xk.general_batching_rule(op, args, axes, outs=outs[0]))
     x = np.stack([ROWS, -ROWS])
-    check_close(jax.vmap(jax.vmap(call_op(op)))(x, x), x * x)
+    check_close(jax.vmap(jax.vmap(as_function(op)))(x, x), x * x)
 
 
 # -- debugging and timing ------------------------------------------------------------------------------
@@ -5108,12 +5042,12 @@ def test_op_batching_rule_may_record_innermost_of_nested_vmaps():
 def test_debug_nans():
     """NaNs are also found if a caller binds the primitive of an op."""
     kernel = wrap(kernel_storing("np.log(x[0])"))
-    op = op_of(kernel)
+    op = op_with_kernel(kernel)
 
     def bind(x):
         return op.primitive.bind(x, outs=(spec(1),))[0]
 
-    for log in (call_op(op), bind, jax.disable_jit()(kernel)):
+    for log in (as_function(op), bind, jax.disable_jit()(kernel)):
         with jax.debug_nans(True):
             check_close(log(jnp.ones(1)), [0])
             with pytest.raises(FloatingPointError):
@@ -5131,14 +5065,14 @@ def test_op_benchmark_compares_backends_in_milliseconds_and_microseconds():
 
     op = op_adding(a=1, b=np.nan, c=1.5)
     op.def_kernel("bad", "cpu", raise_key_error)
-    op.def_kernel("far", "gpu", add_to(1))
-    result = op.benchmark(VECTOR, outs=like_first)
+    op.def_kernel("far", "gpu", generator_adding(1))
+    result = op.benchmark(ONE_TO_8, outs=like_first)
     assert re.fullmatch(r"backend .*\na .*\d  0\nb .*\d  nan\nc .*\d  0.5\nbad .*nan  .*KeyError.*", str(result))
     op.def_kernel("slow", "cpu", lambda: lambda x: jax.pure_callback(wait_20_ms, x, x))
-    (row,) = op.benchmark(VECTOR, outs=like_first, backend="slow").rows
+    (row,) = op.benchmark(ONE_TO_8, outs=like_first, backend="slow").rows
     assert row.backend == "slow" and row.difference == 0
     assert row.first_ms >= 20 and 20_000 <= row.median_us < 20_000_000
-    assert op_adding(a=np.nan, b=np.nan).benchmark(VECTOR, outs=like_first).rows[1].difference == 0
+    assert op_adding(a=np.nan, b=np.nan).benchmark(ONE_TO_8, outs=like_first).rows[1].difference == 0
 
 
 # ======================================================================================================
@@ -5155,32 +5089,32 @@ def add_to_v(x, v, y, z, out, count, work):
 
 COLLECTIVES = re.compile(r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
 
-X846 = np.random.default_rng(0).random((8, 4, 6), np.float32)  # the names say the shapes
-X86, X6, X8, Y8 = X846[:, 0], X846[0, 1], X846[:, 1, 0], X846[:, 2, 0]
-XS, YS = X846[:2, :, :4]
-multiply_in_op, multiply_in_jax = call_op(product_op(numba_multiply)), call_op(product_op())
+A846 = np.random.default_rng(0).random((8, 4, 6), np.float32)  # the names say the shapes
+A86, A6, A8, B8 = A846[:, 0], A846[0, 1], A846[:, 1, 0], A846[:, 2, 0]
+A44, B44 = A846[:2, :, :4]
+multiply_in_op, multiply_in_jax = as_function(multiply_op(numba_multiply)), as_function(multiply_op())
 multiply_all_pairs = jax.vmap(jax.vmap(multiply_in_op, (None, 0)), (0, None))
 multiply_rows = jax.vmap(multiply_in_op, (0, None))
-multiply_rows_over_d = jax.shard_map(
-    jax.vmap(multiply_rows, (0, None)),
-    mesh=four_devices(2, 2),
-    in_specs=(P("d"), P()),
-    out_specs=P("d"),
-    axis_names={"d"},
-)
+
+
+def multiply_rows_over_d(x, y):
+    options = {"in_specs": (P("d"), P()), "out_specs": P("d"), "axis_names": {"d"}}
+    return jax.shard_map(jax.vmap(multiply_rows, (0, None)), mesh=four_device_mesh(2, 2), **options)(x, y)
+
+
 gradient_of_squares = jax.grad(lambda x, y: (multiply_rows(x, y) ** 2).sum())
 
 
-def gradients(multiply):
+def grad_of_sum(multiply):
     return jax.grad(sum_of(multiply), (0, 1))
 
 
-def communicates(axis_type, function, operands, expected):
+def check_on_mesh(axis_type, function, operands, expected):
     """Check a function on a mesh of (2, 2) devices, and return whether the compiled program communicates.
 
     Each operand is an array, with the mesh axes over which its dimensions are partitioned.
     """
-    mesh = four_devices(2, 2, axis_type=axis_type)
+    mesh = four_device_mesh(2, 2, axis_type=axis_type)
     args = [on_mesh(x, *axes, mesh=mesh) for x, *axes in operands]
     executable = jax.jit(function).lower(*args).compile()
     check_close(executable(*args), expected)
@@ -5188,35 +5122,35 @@ def communicates(axis_type, function, operands, expected):
 
 
 @pytest.mark.parametrize("axis_type, function, operands, expected", [
-    (AUTO, multiply_rows_over_d, [(X846, "d", "e"), (X6,)], X846 * X6),
-    (AUTO, jax.vmap(add_to_v, (None, 0, None, 0)), [(X8[0],), (X86, "d"), (X846[0],), (X86, "d")],
-     ((1 + X8[0]) * X86 + X846[0, 0, 0], np.full(8, 6, np.int32))),
-    (AUTO, multiply_all_pairs, [(XS, "d"), (YS, "e")], XS[:, None] * YS),
-    (EXPLICIT, jax.vmap(multiply_rows), [(X846, None, ("e", "d")), (X86,)], X846 * X86[:, None]),
-    (EXPLICIT, gradient_of_squares, [(XS, "d"), (YS[0],)], 2 * XS * YS[0] ** 2),
+    (AUTO, multiply_rows_over_d, [(A846, "d", "e"), (A6,)], A846 * A6),
+    (AUTO, jax.vmap(add_to_v, (None, 0, None, 0)), [(A8[0],), (A86, "d"), (A846[0],), (A86, "d")],
+     ((1 + A8[0]) * A86 + A846[0, 0, 0], np.full(8, 6, np.int32))),
+    (AUTO, multiply_all_pairs, [(A44, "d"), (B44, "e")], A44[:, None] * B44),
+    (EXPLICIT, jax.vmap(multiply_rows), [(A846, None, ("e", "d")), (A86,)], A846 * A86[:, None]),
+    (EXPLICIT, gradient_of_squares, [(A44, "d"), (B44[0],)], 2 * A44 * B44[0] ** 2),
 ], ids=["shard_map over one axis", "aliases and scratch", "nested batch over both axes", "dimension over both axes",
         "gradient"])  # fmt: skip
 def test_xla_partitions_batch_without_communication(axis_type, function, operands, expected):
-    assert not communicates(axis_type, function, operands, expected)
+    assert not check_on_mesh(axis_type, function, operands, expected)
 
 
 @pytest.mark.parametrize("axis_type, function, operands, expected", [
-    (AUTO, multiply_in_op, [(X8, "d"), (Y8, "d")], X8 * Y8),  # with explicit axes JAX rejects it
-    (EXPLICIT, multiply_in_jax, [(X8, "d"), (Y8,)], X8 * Y8),
-    (EXPLICIT, gradients(multiply_in_jax), [(X8, "d"), (Y8,)], (Y8, X8)),
-    (EXPLICIT, gradients(WITH_BACKWARD_PASS), [(X8, "d"), (Y8,)], (Y8, X8)),
+    (AUTO, multiply_in_op, [(A8, "d"), (B8, "d")], A8 * B8),  # with explicit axes JAX rejects it
+    (EXPLICIT, multiply_in_jax, [(A8, "d"), (B8,)], A8 * B8),
+    (EXPLICIT, grad_of_sum(multiply_in_jax), [(A8, "d"), (B8,)], (B8, A8)),
+    (EXPLICIT, grad_of_sum(WITH_VJP_RULE), [(A8, "d"), (B8,)], (B8, A8)),
 ], ids=["operands without batch", "replicated operand", "gradients", "gradients by a VJP rule"])  # fmt: skip
 def test_xla_gathers_operands_of_slice_or_partitioned_differently(axis_type, function, operands, expected):
-    assert communicates(axis_type, function, operands, expected)
+    assert check_on_mesh(axis_type, function, operands, expected)
 
 
 def test_wrapper_in_eager_shard_map_and_checkpoint():
     multiply = jax.custom_vjp(plain := wrap(numba_multiply))
     multiply.defvjp(lambda x, y: (plain(x, y), (x, y)), lambda xy, ct: (ct * xy[1], ct * xy[0]))
-    split = jax.shard_map(multiply, mesh=four_devices(4), in_specs=P("d"), out_specs=P("d"))
-    check_close(split(X8, Y8), X8 * Y8)
+    split = jax.shard_map(multiply, mesh=four_device_mesh(4), in_specs=P("d"), out_specs=P("d"))
+    check_close(split(A8, B8), A8 * B8)
     for f in (multiply, split):
-        check_close(gradients(jax.checkpoint(f))(X8, Y8), (Y8, X8))
+        check_close(grad_of_sum(jax.checkpoint(f))(A8, B8), (B8, A8))
 
 
 def test_side_effect_on_mesh_needs_shard_map_over_all_axes():
@@ -5225,12 +5159,12 @@ def test_side_effect_on_mesh_needs_shard_map_over_all_axes():
     def over_axis(f, axis, **mesh):
         return jax.shard_map(f, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, **mesh)
 
-    mesh = four_devices(2, 2)
+    mesh = four_device_mesh(2, 2)
     kernel = wrap(copy.__wrapped__, has_side_effect=True)
     with pytest.raises(NotImplementedError, match="shard_map"):
-        jax.jit(over_axis(kernel, "d", mesh=mesh))(XS)
+        jax.jit(over_axis(kernel, "d", mesh=mesh))(A44)
     over_both = over_axis(over_axis(kernel, "e"), "d", mesh=mesh)
-    check_close(jax.jit(over_both)(XS), XS)
+    check_close(jax.jit(over_both)(A44), A44)
 
 
 # ======================================================================================================
@@ -5287,6 +5221,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, 'got ndarray of dtype datetime64[D]. .*x.view("int64")', lambda: add_one(np.array(["2020"], "M8[D]"))),
     (TypeError, 'got ndarray of dtype object. .*x.astype("float32")', lambda: add_one(np.array([1.0, 2], object))),
     (TypeError, "got ndarray of dtype [('a', '<f4')]. .*x['a']", lambda: add_one(np.zeros(3, [("a", "f4")]))),
+    (TypeError, "input 0 .*got a jax.Ref. Pass its value, x[...]", lambda: add_one(jax.new_ref(jnp.ones(4)))),
+    (TypeError, "got ndarray of dtype >f4.*newbyteorder(", lambda: add_one(ONES.astype(">f4"))),
     (TypeError, "got a ShapeDtypeStruct, which has no values. Pass an array", lambda: add_one(SPEC_4)),
     (TypeError, "input 0 .*got key<fry>, .*Pass jax.random.key_data(key)", lambda: add_one(jax.random.key(0))),
     (ValueError, "a scalar is an input .* 'out' in scalars=['out'] is an output", lambda: wrap(scalars=["out"])(ONES)),
@@ -5349,7 +5285,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "capture a JAX array. Pass it", lambda: call_body("out[:] = a", a=jnp.ones(4))),
     (TypeError, "Debug it in Python with NumPy arrays: call wrapper.__wrapped__", lambda: call_body("breakpoint()")),
     (TypeError, "uses Numba's object mode.*Call Python with jax.pure_callback",
-     lambda: call_body("with numba.objmode():\n        print()")),
+     lambda: call_body("with numba.objmode():\n    print()")),
     # stores and returned values
     (TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter", lambda: call_body("return x.size")),
     (TypeError, "int64, not nothing. Remove the `return`", lambda: call_body("out[0] = x[0]; return x.size")),
@@ -5409,7 +5345,7 @@ CUDA_MISTAKES = [
      lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
     (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
     (ValueError, "launch_dims=3 .*cuda.grid gives 2",
-     lambda: trace_cuda(cuda_kernel("out[0] = sum_of_indices()"), launch_dims=3)),
+     lambda: trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)),
 ]  # fmt: skip
 
 
@@ -5418,8 +5354,19 @@ def trace_warp(name, *args, outs=like_first, **options):
     return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
 
 
+def grad_without_adjoint():
+    kernel = warp_kernel_from_body("x: floats, out: floats", "out[i] = x[i]")
+    jax.grad(sum_of(xk.warp_kernel(kernel, like_first, differentiable=True)))(ONES)
+
+
+def jvp_of_product(**options):
+    operands = [ONES] * (3 if options else 2)  # an in-out argument is an operand, too
+    jax.jvp(warp_product(**options), operands, operands)
+
+
 trace_product = partial(trace_warp, "multiply", spec(3), spec(3))
 trace_matvec = partial(trace_warp, "matvec", spec(2, 2), spec(2))
+call_every_with = partial(call_every, *EVERY_INPUTS)
 
 WARP_MISTAKES = [
     # arrays
@@ -5439,9 +5386,10 @@ WARP_MISTAKES = [
     (ValueError, "Got float32[2147483648]. .*Split the array", lambda: trace_warp("multiply", spec(2**31), spec(3))),
     (ValueError, "Got float32[2,536870912]. .*32 bits.*Split the array",
      lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
-    (TypeError, "differentiable=True .*. Use jax.custom_vjp for grad", lambda: jax.jvp(product(), PAIR, PAIR)),
+    (TypeError, "differentiable=True .*. Use jax.custom_vjp for grad", jvp_of_product),
     (TypeError, "differentiable=True for reverse mode, if the kernel changes nothing in place. Use jax.custom_vjp",
-     lambda: jax.jvp(product(in_out_argnames=["out"]), (*PAIR, PAIR[0]), (*PAIR, PAIR[0]))),
+     lambda: jvp_of_product(in_out_argnames=["out"])),
+    (ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)", grad_without_adjoint),
     (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", lambda: trace_warp("multiply", spec(3))),
     (TypeError, "'h' must be .* Got 'Holder'. .*a parameter for", lambda: trace_warp("takes_arrays_in_structs")),
     (TypeError, "'h' must be .* Got 'Params'. .*a parameter for", lambda: trace_warp("takes_arrays_of_structs")),
@@ -5459,13 +5407,13 @@ WARP_MISTAKES = [
     (ValueError, "must not overwrite an input or use scratch. Got in_out_argnames=['acc']. Write to a new output",
      lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
     # values and types
-    (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_every(*EVERY, s=1)),
-    (Exception, "param m .*warp_kernel 'every'", lambda: call_every(*EVERY, m=[1.0, 2.0])),  # Warp's own text
-    (ValueError, "as int8. Got ndarray array(300). .*-128 to 127", lambda: call_every(*EVERY, i=np.array(300))),
+    (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_every_with(s=1)),
+    (Exception, "param m .*warp_kernel 'every'", lambda: call_every_with(m=[1.0, 2.0])),  # Warp's own text
+    (ValueError, "as int8. Got ndarray array(300). .*-128 to 127", lambda: call_every_with(i=np.array(300))),
     (TypeError, "takes a function decorated with warp.kernel; got", lambda: xk.warp_kernel(like_first, spec())),
     (ValueError, "Warp has no scalar type .* one of: bool, .*float64", lambda: xk.jaxtype_to_warptype(np.complex64)),
     (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", lambda: xk.jaxinfo_to_warpinfo(spec())),
-    (pickle.PicklingError, "'multiply'.*to a variable at the top level", lambda: pickle.dumps(product())),
+    (pickle.PicklingError, "'multiply'.*to a variable at the top level", lambda: pickle.dumps(warp_product())),
 ]  # fmt: skip
 
 
@@ -5474,7 +5422,7 @@ def broken_op():
     op.def_kernel("shape", "cpu", lambda: lambda x: jnp.reshape(x, (4, 2)))
     op.def_kernel("raising", "cpu", lambda: raise_key_error)
     op.def_kernel("nothing", "cpu", lambda: None)
-    op.def_kernel("far", "gpu", add_to(1))
+    op.def_kernel("far", "gpu", generator_adding(1))
     op.def_kernel("undecorated", "cpu", add_one.__wrapped__)
     op.def_kernel("needs n", "cpu", lambda n: identity)
     op.def_kernel("effects", "cpu", lambda: wrap(has_side_effect=True))
@@ -5487,7 +5435,7 @@ def call_broken(backend, outs=spec(8), **params):
     """Call a kernel of `broken_op` eagerly, and check that vmap under jit raises the same type of error."""
     call = partial(broken_op(), outs=outs, backend=backend, **params)
     with pytest.raises(Exception) as first:
-        call(VECTOR)
+        call(ONE_TO_8)
     with pytest.raises(first.type, match="'broken'"):
         jax.jit(jax.vmap(call))(ROWS)
     raise first.value
@@ -5504,7 +5452,18 @@ def call_undecorated(method, is_generated=False):
 def differentiate_op_whose_rule_calls_it():
     op = op_adding(a=1)
     op.def_jvp_rule2(lambda tangent, x: op(tangent, outs=like_first))
-    jax.grad(call_op(op))(1.0)
+    jax.grad(as_function(op))(1.0)
+
+
+def grad_of_op_that_closes_over_tracer():
+    jax.grad(lambda x: op_with_kernel(lambda y: x * y)(1.0, outs=spec()))(1.0)
+
+
+def add_in_op(x):
+    """Call an op with a valid input, and then with this one."""
+    add = as_function(op_adding(a=1))
+    add(ONES)
+    add(x)
 
 
 NJIT_ITSELF = numba.njit(identity)
@@ -5512,7 +5471,16 @@ EMPTY_OP = xk.XLACustomKernel("empty")
 call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 OP_MISTAKES = [
+    # inputs
+    (TypeError, "'op': input 0.*got a jax.Ref. Pass its value, x[...]", lambda: add_in_op(jax.new_ref(jnp.ones(4)))),
+    (TypeError, "'op': input 0.*one by one, x['a']", lambda: add_in_op(np.ones(4, [("a", "f4"), ("b", "i4")]))),
+    (TypeError, "'op': input 0.*got ndarray of dtype >f4.*newbyteorder(", lambda: add_in_op(ONES.astype(">f4"))),
+    (TypeError, "'op': input 0.*must be a number or an array.*got list [1.0]. Convert it, jnp.array(x)",
+     lambda: add_in_op([1.0])),
     # calls
+    (TypeError, "'op': .* traced values of its closure. Got .* as an operand", grad_of_op_that_closes_over_tracer),
+    (ValueError, "'op'.*returned .*, but outs declares .*",
+     lambda: op_with_kernel(lambda x: (x.min(), x.max()))(ONES, outs={"low": spec(), "high": spec()})),
     (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", lambda: call_broken("shape")),
     (ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. ", lambda: call_broken("far")),
     (ValueError, "no backend '' for platform 'cpu'", lambda: call_broken("")),
@@ -5565,12 +5533,14 @@ def mistakes(backend, table, *needs):
     ],
 )
 def test_mistake_raises_error_with_fix(kind, text, call):
+    """Valid calls before and after it have no influence, and are not influenced."""
+    np.testing.assert_array_equal(add_one(ONES), ONES + 1)
     with pytest.raises(kind) as caught:
         jax.block_until_ready(call())
     first_line = str(caught.value).partition("\n")[0]  # Numba's own message may follow
     assert re.search(pattern_of(text), "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
     assert "'NoneType' object" not in str(caught.value)  # an internal error of Numba
-    np.testing.assert_array_equal(add_one(ONES), ONES + 1)  # later calls work
+    np.testing.assert_array_equal(add_one(ONES), ONES + 1)
 
 
 def test_fix_of_unsupported_dtype_works():
@@ -5580,10 +5550,6 @@ def test_fix_of_unsupported_dtype_works():
         add_one(x)
     result = eval(str(caught.value).partition("back: ")[2], {"f": add_one, "x": x, "jnp": jnp})
     np.testing.assert_array_equal(result, x + 1, strict=True)
-
-
-def test_op_backend_of_another_platform_can_be_lowered_there():
-    assert "stablehlo.add" in lower_for_cuda(partial(broken_op(), outs=like_first, backend="far"), VECTOR)
 
 
 def test_callback_interrupted_before_its_start_raises():
@@ -5598,7 +5564,7 @@ def test_callback_interrupted_before_its_start_raises():
 
 def test_concurrent_kernel_errors_keep_messages():
     """XLA copies the message after the handler has returned, while kernels of other threads fail."""
-    kernel = kernel_from_body("out[0] = x[0]\n    if x[0] < 0: raise ValueError('negative element', x[0])")
+    kernel = kernel_from_body("out[0] = x[0]\nif x[0] < 0: raise ValueError('negative element', x[0])")
     call = wrap(kernel)
     barrier = threading.Barrier(8)
 
@@ -5663,24 +5629,15 @@ def test_mirrored_structs_equal_the_header():
 # Processes of their own.  Some run several programs, because a process takes 3 s to start
 
 
-def run_functions(*functions, **environment):
-    """Run functions of this file one after another in a new process.  They use only the names of `run_code`."""
-    calls = [f"{function.__name__}()" for function in functions]
-    run_code("\n".join([*map(inspect.getsource, functions), *calls]), **environment)
-
-
 def fork_and_reload():
     """Check kernels after registration before JAX has a backend, in a forked process, and after a reload."""
-    import importlib
-    import multiprocessing
-
-    ones = np.ones(4, np.float32)
+    assert not xla_bridge.backends_are_initialized()  # an import of this file creates no backend
     held = jax.jit(add_one)
-    jax.eval_shape(add_one, ones)  # this registers the kernel
+    jax.eval_shape(add_one, ONES)  # this registers the kernel
 
     def check(module=xk):
         new = module.numba_kernel(add_one.__wrapped__, like_first)
-        assert held(ones)[3] == jax.vmap(new)(ones[None])[0, 3] == 2
+        assert held(ONES)[3] == jax.vmap(new)(ONES[None])[0, 3] == 2
 
     child = multiprocessing.get_context("fork").Process(target=check)
     child.start()
@@ -5691,7 +5648,7 @@ def fork_and_reload():
     for module in (xk, importlib.reload(xk)):
         check(module)
         for name, kernel in (("plain", add_one.__wrapped__), ("jitted", jitted)):
-            assert module.numba_kernel(kernel, like_first, name=name)(ones)[0] == 2
+            assert module.numba_kernel(kernel, like_first, name=name)(ONES)[0] == 2
 
 
 def share_xla_threads():
@@ -5715,10 +5672,10 @@ def share_xla_threads():
     bad = x.copy()
     bad[3, 2, 2, 1] = bad[5, 4, 1, 1] = -1
     expected = np.asarray(nest("sequential")(x, y))
-    mesh, P = jax.sharding.Mesh(np.array(jax.devices()), ("i",)), jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
     jitted = jax.jit(nest(None))
     pmapped = jax.pmap(jax.vmap(jax.vmap(wrap(spin), (0, 0)), (0, None)), in_axes=(0, None))
-    sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")))
+    sharded = jax.jit(jax.shard_map(nest(None), mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")))
 
     def work(count):  # ten rounds found a lost wake-up
         for _ in range(count):
@@ -5729,8 +5686,8 @@ def share_xla_threads():
     pmapped(x, y)  # in one thread, because the cache of pmap fails if several threads trace it (jax 0.9)
     in_threads(work, [10] * 16)
 
-    replicated, partitioned = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "i")]
-    kernel = jax.vmap(wrap(kernel_from_body("if x[0] > 8: raise ValueError('too large')\n    out[0] = x[0]")))
+    replicated, partitioned = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "d")]
+    kernel = jax.vmap(wrap(kernel_from_body("if x[0] > 8: raise ValueError('too large')\nout[0] = x[0]")))
     seven_slices = lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), replicated)  # eight devices
     seven_slices = jax.jit(seven_slices, in_shardings=partitioned)
     slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], partitioned)
@@ -5765,7 +5722,6 @@ def keep_subnormal_numbers():
 
 def enter_workqueue_from_several_threads():
     """Run parallel kernels in six threads.  Numba's workqueue aborts a process in which two threads enter it."""
-    ones = np.ones(4, np.float32)
 
     @numba.njit(parallel=True)
     def direct(x, out):
@@ -5777,12 +5733,12 @@ def enter_workqueue_from_several_threads():
     def through_helper(x, out):
         direct(x, out)
 
-    wrap(kernel_from_body("out[0] = x[0]"))(ones)  # a kernel of the same signature that needs no lock
+    wrap(kernel_from_body("out[0] = x[0]"))(ONES)  # a kernel of the same signature that needs no lock
 
     def work(kernel):
         f = wrap(kernel)
         for i in range(50 if kernel is direct else 3):
-            assert "negative" in error_of(f, -ones)
+            assert "negative" in error_of(f, -ONES)
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
     in_threads(work, [direct, through_helper] * 3)
@@ -5792,52 +5748,14 @@ def enter_workqueue_from_several_threads():
 @pytest.mark.needs("glibc")
 def test_fork_reload_and_concurrent_batches_on_eight_devices():
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NUMBA_THREADING_LAYER": "omp"}
-    run_functions(fork_and_reload, keep_subnormal_numbers, share_xla_threads, **environment)
+    run_in_new_process(fork_and_reload, keep_subnormal_numbers, share_xla_threads, **environment)
 
 
 @pytest.mark.processes
 @pytest.mark.needs("glibc")
 def test_parallel_kernels_in_workqueue_from_several_threads():
     functions = keep_subnormal_numbers, enter_workqueue_from_several_threads
-    run_functions(*functions, NUMBA_THREADING_LAYER="workqueue")
-
-
-CACHED = """
-    import numba, numpy as np
-
-    @numba.njit(cache=True)
-    def copy(x, out):
-        for i in range(x.size):
-            out[i] = x[i]
-
-    @numba.njit(cache=True, parallel=True)
-    def double(x, out):
-        for i in numba.prange(x.size):
-            out[i] = 2 * x[i]
-
-    @numba.njit(cache=True)
-    def multiply(A, x, out):
-        copy(A @ x, out)
-    """
-
-
-def run_cached(folder):
-    """Return the results of kernels with cache=True, and how many functions Numba compiled for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        cached = importlib.import_module("cached")
-    matrix = np.ones((1000, 1000), np.float32)
-    with install_recorder("numba:compile") as recorder:
-        results = wrap(cached.multiply, like_last)(matrix, matrix[0])[0], wrap(cached.double)(ONES)[0]
-    return list(map(float, results)), len(recorder.buffer)
-
-
-@pytest.mark.processes
-def test_second_process_loads_cached_kernels(tmp_path):
-    (tmp_path / "cached.py").write_text(textwrap.dedent(CACHED))
-    results, n_compiled = run_cached(tmp_path)
-    assert results == [1000, 2] and n_compiled > 0
-    assert another_process().submit(run_cached, tmp_path).result() == (results, 0)
+    run_in_new_process(*functions, NUMBA_THREADING_LAYER="workqueue")
 
 
 # XLA treats calls alike on the CPU and on GPUs.  So the simulator runs only cells that differ in how CUDA is called:
