@@ -1434,6 +1434,10 @@ CONVENTIONS = {  # a wrapper, the same function in Python, and two slices of eac
     "a default": (wrap(kernel_from_body("out[0] = n * x[0]", "x, out, n=3"), spec(1)), lambda x: 3 * x[:1], TWO_ROWS),
     "vectorize": (wrap(numba.vectorize(lambda x, y: x + y), like_last), np.add, TWO_SCALARS, TWO_ROWS),
     "scalars": (wrap(head.__wrapped__, scalars=True), scaled_head, TWO_ROWS, TWO_COUNTS, TWO_SCALARS),
+    "scalars in star args": (
+        wrap(kernel_from_body("a[-1][()] = max(a[0], a[1])", "*a"), scalars=True),
+        np.maximum, TWO_SCALARS, TWO_SCALARS[::-1],
+    ),
     "passed by name": (
         lambda x, n, alpha: wrap(head.__wrapped__, scalars=True)(x, alpha=alpha, n=n), scaled_head,
         TWO_ROWS, TWO_COUNTS, TWO_SCALARS,
@@ -5192,6 +5196,7 @@ def reuse_name_for_bad_kernel():
 keyword_only = kernel_from_body("out[:] = x + n", "x, out, *, n=3")
 updates_state = kernel_from_body("state_out[:] = state", "state, state_out")
 returns_doubles = numba.njit("f8[::1](f8[::1])")(identity)
+gufunc_of_doubles = numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__)
 out_of_bounds = numba.njit(boundscheck=True)(kernel_from_body("out[x.size] = 1"))
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 NO_VALUES = "Its arguments are specs with .shape and .dtype, and have no values. .*a fixed capacity"
@@ -5294,6 +5299,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
      lambda: wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32)))(np.arange(3))),
     (TypeError, 'signature of 64 bits. Set jax.config.update("jax_enable_x64", True)',
      lambda: call_body("out[0] = f(x)[0]", f=returns_doubles)),
+    (TypeError, "signature of 64 bits. Set", lambda: wrap(gufunc_of_doubles)(ONES)),
     # transformations
     (TypeError, "Use jax.custom_vjp for grad, jax.custom_jvp for jvp", lambda: jax.jvp(add_one, [ONES], [ONES])),
     (NotImplementedError, "has no transpose. .* Use jax.custom_vjp", lambda: jax.linear_transpose(add_one, ONES)(ONES)),

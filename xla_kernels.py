@@ -3404,60 +3404,19 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # ======================================================================================================
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
-# A new version of Numba may break:
-# - with an error: `library._final_module`, `library._shared_module`, the status that `call_conv.call_function` returns;
-# - silently: the members of arrays (`_numba_array_members`; most tests fail then), functions that write to read-only
-#   arrays (`_IGNORE_READONLY`; test_write_that_numba_does_not_reject_changes_a_copy_of_input), the IR that
-#   `compiler.run_frontend` returns (`_find_only_read`; test_output_never_stored_to_raises), and the name of the call
-#   that starts threads in LLVM's text (`_uses_threads`; test_fork_reload_and_concurrent_batches_on_eight_devices).
+# Numba compiles a kernel to an LLVM function, which the handler calls for each slice (7.5).  This function takes all
+# buffers of a call, in order, as arrays.  If the kernel has other parameters, or returns its outputs, Numba compiles an
+# adapter that calls the kernel (see `_ArgumentMap`).
+#
+# This section uses parts of Numba that are not documented.  If Numba changes one of these, tests fail, but users get no
+# error: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays
+# (`_IGNORE_READONLY`), the IR that `compiler.run_frontend` returns, and the name of the function that starts threads
+# (`_uses_threads`).
 
 _NUMBA_INSTALL = "pip install numba"
-# A new dtype is added in three places: to the names that a backend supports (_NUMBA_DTYPES, _CUDA_DTYPES,
-# _WARP_DTYPES); to the conversion there (`_array_types`, which looks the name up in Numba; `_NumbaCuda.callback`, which
-# uses the `typestr`; `_parse_parameter`); and to the docstrings, which list unsupported dtypes.
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# Numba 0.63 to 0.68 crash with this text if a kernel has `x += 1` for a read-only x.
-_INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
-_READ_ONLY_ADVICE = (
-    f"{_READ_ONLY_RULE}, and so are global arrays. Write to an output (a parameter after the inputs), list the input "
-    "in in_out_argnames, or start an output from it with input_output_aliases."
-)
-_STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
-# {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.
-_ADVICE = {
-    _STORE_TO_READONLY: _READ_ONLY_ADVICE,
-    r"must have void return type|to none": "A kernel with parameters for its outputs returns nothing, but this one "
-    "returns a value. Write it to an output: `out[:] = value`.",
-    r"(?s)Known signatures:.*64|mismatch: (double|i64)": "JAX truncates 64-bit inputs to 32 bits, but the kernel has a "
-    'signature of 64 bits. Set jax.config.update("jax_enable_x64", True), or remove the signature.',
-    r"Module\(<module 'jax\.random'": "A kernel cannot draw from jax.random. Draw before the call, and pass the noise "
-    "as an input.",
-    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": "A kernel cannot call JAX. Write "
-    "np. instead of jnp., and loops instead of jax.lax and jax.vmap.",
-    r"<class 'jax|readonly buffer\(": "A kernel cannot capture a JAX array. Pass it as an input, or, if it is a "
-    "constant, capture np.asarray(array).",
-    r"attribute 'at' of type .*array": "NumPy arrays have no `.at`. Write out[i] = 1.0 instead of out.at[i].set(1.0).",
-    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba does not support this function. Use math.erf and "
-    "math.gamma, or, on CPUs, SciPy's C functions through get_cython_function_address, as `bessel` in the project's "
-    "EXAMPLES.md does.",
-    r"Module\(<module 'pdb|name 'breakpoint'": "A compiled kernel has no debugger. Debug it in Python with NumPy "
-    "arrays: call wrapper.__wrapped__, or its .py_func if it is decorated.",
-    r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
-    rf"<class '{re.escape(__name__)}\.": "A kernel cannot call a wrapper or an op. Call the @numba.njit function in "
-    "it: wrapper.__wrapped__.",
-    r"<class '(function|functools\.partial)'": "A kernel can only call jitted functions. Decorate the helper with "
-    "@numba.njit (for a GPU: @cuda.jit).",
-    r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples and NumPy arrays, but no "
-    "dict, list or object. Pass its values as inputs, or assign them to variables: gain = params['gain'].",
-    # Numba 0.63 only has the second text.
-    r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
-    "none can be keyword-only. Make the keyword-only parameter an input, or a variable of the closure.",
-    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns "
-    "its outputs, or because scalars= lists it. Write q instead of q[()].",
-}
-_RETURNED = "returned_by_kernel"  # the variable in adapters
 
 
 def numba_kernel(
@@ -3475,71 +3434,60 @@ def numba_kernel(
 ) -> Callable[..., Any]:
     """Return a JAX function that runs a Numba kernel on the CPU.
 
-    The kernel has one of two calling conventions:
+    The kernel takes its arguments by position, in one of two calling conventions:
 
-        kernel(in..., out..., scratch...)      # writes its outputs, and returns nothing
-        kernel(in...) -> out or (out, ...)     # returns its outputs
+        kernel(*inputs, *outputs, *scratch)      # stores to its outputs, and returns nothing
+        kernel(*inputs)                          # returns an output, or a tuple of outputs
 
-    Arrays are C-contiguous NumPy arrays.  A 0-d input is an array in the first convention (read it with `n[()]`, or
-    list it in `scalars`), and a scalar in the second.
+    Arrays are C-contiguous, and inputs are read-only.  A kernel that returns its outputs gets 0-d inputs as scalars.
+    A kernel that stores to its outputs gets them as 0-d arrays, which it reads with `n[()]`, unless `scalars` lists
+    them.
 
     XLA calls the kernel's machine code, without Python and without the GIL.  The function works under `jit`, `scan`,
-    `cond`, `vmap`, `shard_map` and `export`.  It has no derivative; to define one, use `jax.custom_vjp` or
+    `cond`, `vmap`, `shard_map` and `export`.  It has no derivative.  To define one, use `jax.custom_vjp` or
     `XLACustomKernel`.
 
-    **Outputs start from zeros.**  Zeros are the right start for sums only.  For a product, a minimum or a maximum,
-    store the start first (`out[:] = np.inf`), or alias the output to an input.  If the kernel stores to every element,
-    `zero_outputs=False` saves the zeroing, which takes 2% to 35% of the time of `out[i] = x[i] + y[i]`, depending on
-    the size.  Outputs that are returned, and outputs aliased to an input, are not zeroed.
+    **Outputs start from zeros.**  Zeros are the right start for sums.  For a product, a minimum or a maximum, store the
+    start first (`out[:] = np.inf`), or alias the output to an input.  Outputs that are returned, and outputs aliased to
+    an input, are not zeroed.
 
-    **Inputs never change.**  Numba compiles the kernel for read-only arrays, so a store to an input is an error.  If
-    the kernel uses a function for which Numba ignores read-only arrays (`x.flat[0] = 1`, `np.fill_diagonal(x, 0)`), or
-    a helper with an explicit signature of writable arrays, the kernel gets copies of its inputs, except of inputs that
-    LLVM or Numba's IR proves are only read.  The library cannot see into your own intrinsics and overloads,
-    raw addresses (`x.ctypes`) and C code.
+    **Inputs never change.**  A store to an input is an error.  For some functions, such as `np.fill_diagonal(x, 0)` and
+    `x.flat[0] = 1`, Numba ignores that an array is read-only.  If a kernel uses one, or a helper with an explicit
+    signature, it gets copies of the inputs that it may write to.  Stores in your own intrinsics and overloads, through
+    raw addresses (`x.ctypes`) and in C code are not detected.
 
     **State is updated in place** with `in_out_argnames`.  Assign to elements, `v[:] = 0.5 * v + x`.  The statement
     `v = 0.5 * v + x` only creates a local variable.
 
-    **Compilation.**  A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads
-    globals and closure variables.  To read new values, wrap a plain function again, or define the kernel again.  If the
-    values are equal to earlier ones, nothing is compiled.  `cache=True` works, also with explicit signatures.  Integer
-    division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
-
-    **Execution.**  XLA may merge two equal calls, even if the kernel draws random numbers, unless
-    `has_side_effect=True`.  Two calls with side effects are not ordered, unless one uses a result of the other.  Under
-    `vmap`, `cond` becomes `select`, so the kernel also runs in a branch that is not taken, and its exceptions are
-    raised.  In a batched `while_loop`, the kernel also runs on the last state of batch elements that have finished.
-    Kernels run on XLA's threads, so `np.random.seed` and `numba.set_num_threads`, which are per thread, have no effect.
-    Ctrl-C does not stop a kernel that never ends; Ctrl-\\ does.
-
-    **Threads.**  Batch elements of a `vmap` may run at the same time on several threads.  If the kernel calls a C
-    library that is not thread-safe, use `vmap_method="sequential"`.  A kernel with `parallel=True` uses Numba's
-    threads, one batch element after another.  If `numba.threading_layer()` is workqueue, do not call a parallel
-    function yourself while JAX runs a parallel kernel, because Numba would end the process.
-
     Args:
       kernel: a function decorated with `numba.njit`, `numba.vectorize` or `numba.guvectorize`, or a plain function,
         which is jitted.  Without a kernel, `numba_kernel(outs=...)` is a decorator.
-      outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts (JAX would
-        sort their keys), or a function of the inputs' `ShapeDtypeStruct`s that returns one of these.  The function
-        runs when a call is traced.  The result has the structure of `outs`.
-      vmap_method: one of the names that `jax.pure_callback` accepts, or None (default), which supports `vmap`, too.
-        With "sequential" and "sequential_unrolled" the elements of a batch run in order, on one thread.  Otherwise
-        XLA's threads share them.
-      input_output_aliases: a dict `{i: j}`.  Output j starts with the value of input i (a number or a name), and uses
-        its memory if XLA can.  The kernel gets the same array for both.
-      in_out_argnames: names of parameters that the kernel updates in place, in the order of its parameters.  Each is
-        an input, and its new value is a result.  `outs` begins with their specs.
-      scalars: names of 0-d inputs that the kernel takes as scalars, or True for all.  Default False.  To compile a
-        constant into the kernel, use a closure variable instead.  Each value of the variable then compiles its own
-        kernel, in about 0.2 s (0.5 s if it returns its outputs), and 1 to 3 MB of memory are never freed.
-      has_side_effect: True keeps the call even if its results are not used.  Default False.
-      scratch: temporary buffers: a spec, a tuple of specs, or a function like `outs`.  They are passed after the
-        outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
-      zero_outputs: None (default) zeroes new outputs and scratch, and raises an error if the kernel never stores to an
-        output.  True zeroes them without this check, for outputs that may stay zero.  False leaves them uninitialized.
-      name: the prefix of the kernel's name in exported programs, which find the kernel by it (see `export_checks`).
+      outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts, or a
+        function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
+        traced.
+      vmap_method: str or None.  One of the names that `jax.pure_callback` accepts.  With "sequential" and
+        "sequential_unrolled", batch elements run in order, on one thread.  Otherwise XLA's threads share them.  Default
+        None, which also supports `vmap`.
+      input_output_aliases: dict or None.  With `{i: j}`, output j starts with the value of input i (a number or a
+        name), and uses its memory if XLA can.  The kernel gets the same array for both.  Default None.
+      in_out_argnames: sequence of str, or None.  The parameters that the kernel updates in place, in the order of the
+        kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Default
+        None.
+      scalars: sequence of str, or bool.  The 0-d inputs that the kernel gets as scalars; True for all.  Default False.
+        To compile a constant into the kernel, use a closure variable instead.  Each value of it compiles another
+        kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
+      has_side_effect: bool.  Whether the call is kept even if its results are not used.  Default False.
+      scratch: a spec, a tuple of specs, or a function like `outs`.  Temporary buffers, which are passed after the
+        outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
+      zero_outputs: bool or None.  None zeroes new outputs and scratch, and raises an error if the kernel never stores
+        to an output.  True zeroes them without this check, for outputs that may stay zero.  False leaves them
+        uninitialized, for kernels that store to every element.  Zeroing takes 2% to 35% of the time of
+        `out[i] = x[i] + y[i]`, depending on the size.  Default None.
+      name: str or None.  The prefix of the kernel's name in exported programs, which find the kernel by it (see
+        `export_checks`).  Default None.
+
+    Returns:
+      A function of the inputs, which are passed by position or by name.  Its result has the structure of `outs`.
 
     Raises:
       TypeError: if a dtype has no CPU arithmetic in Numba (float16, bfloat16, float8, sub-byte types); if the number of
@@ -3561,21 +3509,43 @@ def numba_kernel(
       >>> cumsum = numba_kernel(cumulative, outs=lambda x: x)
       >>> cumsum(jnp.array([1.0, 2.0, 3.0])).tolist()
       [1.0, 3.0, 6.0]
+
+    Notes on compilation:
+
+    - A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads globals and closure
+      variables.  To read new values, wrap a plain function again, or define the kernel again.  If the values are equal
+      to earlier ones, nothing is compiled.
+    - `cache=True` works, also with explicit signatures.
+    - Integer division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
+
+    Notes on execution:
+
+    - XLA may merge two equal calls, even if the kernel draws random numbers, unless `has_side_effect=True`.  Two calls
+      with side effects are not ordered, unless one uses a result of the other.
+    - Under `vmap`, `cond` becomes `select`, so the kernel also runs in a branch that is not taken, and its exceptions
+      are raised.  In a batched `while_loop`, it also runs on the last state of batch elements that have finished.
+    - Kernels run on XLA's threads.  `np.random.seed` and `numba.set_num_threads` are per thread, so they have no
+      effect.  Ctrl-C does not stop a kernel that never ends; Ctrl-\\ does.
+    - Batch elements of a `vmap` may run at the same time on several threads.  If the kernel calls a C library that is
+      not thread-safe, use `vmap_method="sequential"`.
+    - A kernel with `parallel=True` uses Numba's threads, one batch element after another.  If
+      `numba.threading_layer()` is workqueue, do not call a parallel function yourself while JAX runs a parallel kernel,
+      because Numba would end the process.
     """
     options = dict(locals())  # all arguments by name
     return _wrapper_or_decorator(_NumbaKernel, options.pop("kernel"), _Options(**options))
 
 
 # -- 7.1 The wrapper: which buffer of a call is passed to which parameter of the kernel ----------------
-# The buffers of a call are numbered: the inputs, then the outputs, then scratch.  An in-out argument has two buffers of
-# the same value, that of its input and that of its output.  The kernel gets the output buffer, at the position of the
-# input.  The arguments, in order:
+# The buffers of a call have indices: first the inputs, then the outputs, then scratch.  An in-out argument has two
+# buffers, its input and its output, which starts with the value of the input.  The kernel gets the output, at the
+# position of the input.  For example, with inputs x and v, in_out_argnames=["v"] and outs=(v, y):
 #
-#     a kernel that writes its outputs     the inputs, the outputs that are not in-out arguments, scratch
-#     a kernel that returns its outputs    the inputs; no scratch is possible.  The results are stored to the outputs
-#                                          that are not in-out arguments.
+#     the buffers                       0: x    1: v    2: the new v    3: y
+#     kernel(x, v, y)                   gets the buffers 0, 2, 3
+#     kernel(x, v), which returns y     gets the buffers 0, 2; the result is stored to buffer 3
 #
-# Numba kernels for GPUs use the first convention only.
+# A kernel that returns its outputs has no scratch, and runs on CPUs only.
 
 
 class _NumbaWrapper(_Wrapper):
@@ -3583,62 +3553,64 @@ class _NumbaWrapper(_Wrapper):
 
     def __init__(self, kernel: Any, options: _Options) -> None:
         super().__init__(kernel, options)
-        if options.scalars is True:
-            self.scalars = set(self.parameters)
-        else:
-            self.scalars = set(options.scalars or ())
-            self._check_names("scalars", options.scalars or ())
+        self.scalar_names = [] if isinstance(options.scalars, bool) else options.scalars
+        self._check_names("scalars", self.scalar_names)
 
     def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
-        """Return the argument maps that fit the kernel's parameters.
+        """Return the argument maps that fit the number of the kernel's parameters.
 
-        The first one is for a kernel that writes its outputs.  If `may_return`, there is one for a kernel that returns
-        them, too.
+        The first one is for a kernel that stores to its outputs.  If `may_return`, there is one for a kernel that
+        returns them, too.
         """
-        n_inputs = len(call.ins)
+        n_in = len(call.ins)
         n_buffers = len(call.buffers)
-        input_buffers = list(range(n_inputs))
-        for in_out_number, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
-            input_buffers[self.parameters.index(name)] = n_inputs + in_out_number
-        other_buffers = tuple(range(n_inputs + len(self.in_outs), n_buffers))  # the other outputs, and scratch
-        zero_dim = frozenset(i for i, spec in enumerate(call.ins) if not spec.shape)
-        # `parameters` does not include the names of `*args`.
-        scalars = frozenset(i for i in zero_dim if i < len(self.parameters) and self.parameters[i] in self.scalars)
-        self._check_scalars(call.ins)
-        maps = [_ArgumentMap(n_buffers, (*input_buffers, *other_buffers), scalars)]
-        has_results = bool(other_buffers) and not call.scratch  # a kernel that returns its outputs has no scratch
-        if may_return and has_results:
-            maps.append(_ArgumentMap(n_buffers, tuple(input_buffers), zero_dim, results=other_buffers))
-        kernel_signature = inspect.signature(_py_func(self.kernel))
-        fitting_maps = []
-        for argument_map in maps:
-            with contextlib.suppress(TypeError):
-                kernel_signature.bind(*argument_map.args)  # only their number matters
-                fitting_maps.append(argument_map)
+        input_args = list(range(n_in))
+        for j, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
+            input_args[self.parameters.index(name)] = n_in + j
+        other_args = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
+        maps = [_ArgumentMap(n_buffers, (*input_args, *other_args), self._scalar_inputs(call.ins))]
+        if may_return and other_args and not call.scratch:
+            maps.append(_ArgumentMap(n_buffers, tuple(input_args), _zero_dim_inputs(call.ins), results=other_args))
+        fitting_maps = [argument_map for argument_map in maps if self._accepts(len(argument_map.args))]
         if not fitting_maps:
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
             raise TypeError(
                 f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-                f"{kernel_signature}, but this call has {n_inputs} inputs and {n_buffers - n_inputs} outputs, "
-                "scratch included, where in-out arguments count as both. List a parameter that is both input and "
-                "output in in_out_argnames, or wrap the kernel in a function that has constants in its closure."
+                f"{inspect.signature(_py_func(self.kernel))}, but this call has {n_in} inputs and {n_buffers - n_in} "
+                "outputs (scratch counts as an output, and an in-out argument as an input and an output). If a "
+                "parameter is both input and output, list it in in_out_argnames. If it is a constant, wrap the kernel "
+                "in a function that has the constant in its closure."
             )
         return fitting_maps
 
-    def _check_scalars(self, ins: Sequence[Spec]) -> None:
-        """Raise an error if a name that the user gave in `scalars` is not a 0-d input of this call."""
+    def _accepts(self, n_arguments: int) -> bool:
+        """Return whether the kernel can be called with this number of arguments."""
+        try:
+            inspect.signature(_py_func(self.kernel)).bind(*range(n_arguments))
+        except TypeError:
+            return False
+        return True
+
+    def _scalar_inputs(self, ins: Sequence[Spec]) -> frozenset[int]:
+        """Return the inputs that the option `scalars` selects.  Raise an error if one is not a 0-d input."""
+        zero_dim = _zero_dim_inputs(ins)
         if self.options.scalars is True:
-            return
-        for i, name in enumerate(self.parameters):
-            if name not in self.scalars:
-                continue
-            if i >= len(ins) or ins[i].shape:
+            return zero_dim
+        for name in self.scalar_names:
+            i = self.parameters.index(name)
+            if i not in zero_dim:
                 kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
                 raise ValueError(
                     f"{self.title}: a scalar is an input without dimensions. {name!r} in "
                     f"scalars={self.options.scalars} is {kind}. Remove it from scalars, or pass a number (under vmap, "
                     "one for each batch element)."
                 )
+        return frozenset(map(self.parameters.index, self.scalar_names))
+
+
+def _zero_dim_inputs(ins: Sequence[Spec]) -> frozenset[int]:
+    """Return the indices of the 0-d inputs."""
+    return frozenset(i for i, spec in enumerate(ins) if not spec.shape)
 
 
 class _NumbaKernel(_NumbaWrapper):
@@ -3658,8 +3630,8 @@ class _NumbaKernel(_NumbaWrapper):
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         if numba.config.DISABLE_JIT:
             raise RuntimeError(
-                f"{self.title} must be compiled. The environment variable NUMBA_DISABLE_JIT=1 disables this. Unset it; "
-                "to debug the kernel in Python, call the plain function with NumPy arrays."
+                f"{self.title} must be compiled. The environment variable NUMBA_DISABLE_JIT=1 disables this. Unset it. "
+                "To debug the kernel in Python, call the plain function with NumPy arrays."
             )
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
@@ -3668,7 +3640,7 @@ class _NumbaKernel(_NumbaWrapper):
         checks_outputs = self.options.zero_outputs is None
 
         def compile_handler() -> _CompiledHandler:
-            compiler = _NumbaCompiler(self._dispatcher(), self.parameters, signature, call, checks_outputs)
+            compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, checks_outputs)
             return compiler.compile_handler(argument_maps, in_order)
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
@@ -3680,8 +3652,8 @@ class _NumbaKernel(_NumbaWrapper):
         )
         return _Target(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
 
-    def _dispatcher(self) -> Any:
-        """Return a Numba dispatcher that can compile the kernel for read-only arrays."""
+    def _jitted_kernel(self) -> Any:
+        """Return the kernel as a ufunc, or as a dispatcher that can be compiled for read-only arrays."""
         import numba
 
         kernel = self.kernel
@@ -3689,10 +3661,14 @@ class _NumbaKernel(_NumbaWrapper):
             return numba.njit(kernel)
         if _is_ufunc(kernel):
             return kernel
-        # A kernel that Numba inlines into an adapter loses its own options.
+        has_signatures = not kernel._can_compile  # explicit ones; then Numba compiles no others
+        # If Numba inlines a kernel into an adapter, the options of the kernel are lost.
         is_inlined = kernel.targetoptions.get("inline", "never") != "never"
-        has_signatures = not kernel._can_compile  # then it compiles no others
-        return _recreate_dispatcher(kernel) if is_inlined or has_signatures else kernel
+        if not has_signatures and not is_inlined:
+            return kernel
+        options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
+        pipeline = kernel._compiler.pipeline_class
+        return numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
 
 
 def _is_ufunc(kernel: Any) -> bool:
@@ -3700,36 +3676,37 @@ def _is_ufunc(kernel: Any) -> bool:
     return not hasattr(kernel, "_can_compile")
 
 
-def _recreate_dispatcher(kernel: Any) -> Any:
-    """Return a new dispatcher of the same function and options, without signatures, inlining and Numba's cache."""
-    import numba
-
-    options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
-    pipeline = kernel._compiler.pipeline_class
-    return numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
-
-
 class _ArgumentMap(NamedTuple):
     """How a kernel is called with the buffers b0, b1, ... of a call.
 
-    Every number in an argument map is the number of a buffer.  A position in `args` is the position of a parameter.
+    Every number in an argument map is the index of a buffer.  A position in `args` is the position of a parameter.
     Target names depend on the names of the class and its fields (`_Specialization.base_name`), so do not rename them.
+
+    The adapter of an argument map is a function of all buffers that calls the kernel.  For example, if `kernel(x, n)`
+    takes a 0-d input n as a scalar and returns its output, the adapter is:
+
+        def adapter(b0, b1, b2):                       # x, n, and the output
+            returned = kernel(b0, b1[()])
+            if returned.shape != b2.shape: raise ShapeError(returned.shape, b2.shape)
+            b2[...] = returned
+
+    If the kernel takes all buffers as they are, in their order, no adapter is needed.
     """
 
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
     scalars: frozenset[int] = frozenset()  # the buffers in `args` whose only element is passed, as a scalar
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
-    results: tuple[int, ...] = ()  # the buffer for each value that the kernel returns; empty if it writes its outputs
+    results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
     # For a batch launch, the ranks of the slices.  The batch is the first dimension of every buffer, and the adapter
     # passes slice `blockIdx.z`.  Otherwise None.
     slice_ranks: tuple[int, ...] | None = None
 
-    def is_plain_for(self, kernel: Any) -> bool:
-        """Return whether the kernel takes all buffers as they are, in their order."""
+    def is_identity_for(self, kernel: Any) -> bool:
+        """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
         n_parameters = len(inspect.signature(_py_func(kernel)).parameters)
-        takes_all = self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
-        return takes_all and n_parameters == len(_parameter_names(kernel))  # not for `*args`, which can be any number
+        is_named = n_parameters == len(_parameter_names(kernel))  # not for `*args`, which Numba compiles as one tuple
+        return is_named and self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
 
     def named_args(self, parameters: Sequence[str]) -> list[tuple[str, int]]:
         """Return the name and the buffer of each argument.  Arguments beyond these parameters belong to `*args`."""
@@ -3744,32 +3721,29 @@ class _ArgumentMap(NamedTuple):
         """Return the buffers to which a kernel may write.  `only_read` is what `_find_only_read` returns for it."""
         return {buffer for position, buffer in enumerate(self.args) if position not in only_read}
 
-    def _expression(self, buffer: int) -> str:
-        """Return the expression of an argument in the adapter's source."""
-        if self.slice_ranks is None:
-            suffix = "[()]" if buffer in self.scalars else ".copy()" if buffer in self.copied else ""
-            return f"b{buffer}{suffix}"
-        z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
-        if buffer in self.scalars or self.slice_ranks[buffer]:
-            return f"b{buffer}[{z}]"
-        return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
-
     def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
-        """Return a Python function of all buffers that calls `kernel` and then runs `last_lines`.
+        """Return the adapter, a Python function.
 
-        For three buffers, of which the first is a scalar and the last is a result:
-
-            def adapter(b0, b1, b2):
-                returned_by_kernel = kernel(b0[()], b1)
-                b2[...] = returned_by_kernel
+        `last_lines` follow the call of the kernel, and use the variable `returned` and the variables in `namespace`.
         """
         parameters = ", ".join(f"b{buffer}" for buffer in range(self.n_buffers))
         arguments = ", ".join(map(self._expression, self.args))
-        lines = [f"def adapter({parameters}):", f"{_RETURNED} = kernel({arguments})", *last_lines]
+        lines = [f"def adapter({parameters}):", f"returned = kernel({arguments})", *last_lines]
         # numba_cuda_mlir 0.6.0 cannot compile `return kernel()`, so the result has a variable.
         namespace["kernel"] = kernel
         exec("\n    ".join(lines), namespace)
         return namespace["adapter"]
+
+    def _expression(self, buffer: int) -> str:
+        """Return the expression of an argument in the adapter's source."""
+        if self.slice_ranks is not None:
+            z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
+            if buffer in self.scalars or self.slice_ranks[buffer]:
+                return f"b{buffer}[{z}]"
+            return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
+        if buffer in self.scalars:
+            return f"b{buffer}[()]"
+        return f"b{buffer}.copy()" if buffer in self.copied else f"b{buffer}"
 
 
 # -- 7.2 Compiling -------------------------------------------------------------------------------------
@@ -3779,15 +3753,22 @@ class _ArgumentMap(NamedTuple):
 class _NumbaCompiler:
     """The compilation of one kernel for one signature.
 
-    If a kernel does not compile for read-only inputs, or uses a function that ignores that arrays are read-only, it
-    gets a copy of each input that is not proven to be only read (7.3).
+    Most methods call the methods below them:
+
+        compile_handler              compiles the kernel, and the handler
+          _first_that_compiles       tries each calling convention that fits the number of parameters
+            _compile_and_check       checks stores to inputs and outputs; if necessary, compiles again, with copies
+              _compile_for_buffers   compiles the kernel for read-only inputs; if that fails, for writable inputs
+                _compile_kernel      compiles the kernel itself
+                _check_results       checks what the kernel returns
+                _storing_adapter     creates the adapter, if the kernel needs one
     """
 
-    kernel: Any
-    parameters: Sequence[str]
+    kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
+    parameters: Sequence[str]  # their names
     signature: _Signature
-    call: _CallParams
-    checks_outputs: bool
+    call: _CallParams  # without a target
+    checks_outputs: bool  # whether it is an error if the kernel never stores to an output
 
     @property
     def title(self) -> str:
@@ -3800,13 +3781,20 @@ class _NumbaCompiler:
 
     def compile_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
         """Compile the kernel with the first argument map that works, and the handler that calls it."""
+        import numba
+
         began = time.perf_counter()
         if _uses_object_mode(self.kernel):
             raise TypeError(
                 f"A kernel runs without Python. {self.title} uses Numba's object mode, which needs the GIL. Call "
                 "Python with jax.pure_callback, besides the kernel or instead of it."
             )
-        argument_map, overload = self._first_that_compiles(argument_maps)
+        with warnings.catch_warnings():
+            # With parallel=True, Numba warns if it finds nothing that can run in parallel.
+            warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
+            # Numba warns if a typed dict or list takes a read-only array as a writable one.  The kernel gets a copy.
+            warnings.filterwarnings("ignore", "unsafe cast from .*rray", numba.NumbaTypeSafetyWarning)
+            argument_map, overload = self._first_that_compiles(argument_maps)
         signature = self.signature
         if argument_map.results:
             signature = signature._replace(zeroed=())  # every element of an output is stored
@@ -3831,106 +3819,70 @@ class _NumbaCompiler:
         raise errors[0]
 
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
-        """Return the compiled function that takes all buffers, after all checks."""
-        compiled, readonly_error = self._compile_for_buffers(argument_map)
-        unproven = set()
+        """Return the compiled function of all buffers.  Raise an error if the kernel breaks a rule for stores."""
+        overload, readonly_error = self._compile_for_buffers(argument_map)
+        maybe_written = set()  # the inputs that are not proven to be only read (7.3)
         if readonly_error or _may_ignore_readonly(self.kernel):
-            unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
-            unproven -= _unwritten_buffers(compiled, self.signature)
-        # Reject a store in the kernel.  Any other error comes from a helper with an explicit signature, which only
-        # accepts writable arrays.  Then the kernel gets copies (below).
-        if unproven and readonly_error and _is_store_to_readonly(readonly_error):
-            names = argument_map.names_of(unproven, self.parameters)
+            maybe_written = _unproven_inputs(self.only_read, argument_map, self.signature)
+            maybe_written -= _unwritten_buffers(overload, self.signature)
+        # Any other `readonly_error` comes from a helper with an explicit signature, which accepts only writable arrays.
+        if maybe_written and readonly_error and _is_store_to_readonly(readonly_error):
+            names = argument_map.names_of(maybe_written, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_plain_text(readonly_error)}"
             raise _read_only_input_error(f"{self.title} writes", names, more=more) from readonly_error
         self._check_outputs(argument_map)
-        if unproven:
-            _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
-            with_copies = argument_map._replace(copied=frozenset(unproven))
-            compiled, _ = self._compile_for_buffers(with_copies)
-        return compiled.overload
+        if maybe_written:
+            _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
+            overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
+        return overload
 
-    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[_CompiledFunction, Exception | None]:
+    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[Any, Exception | None]:
         """Compile a function of all buffers, and check what the kernel returns.
 
-        Return it, and the error for read-only inputs if it only compiles for writable ones.
+        Return it, and the error for read-only inputs if the kernel only compiles for writable ones.
         """
         from numba import types as nbtypes
 
         compile_kernel = functools.partial(self._compile_kernel, argument_map)
-        compiled, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
-        self._check_returned_types(argument_map, compiled)
+        returned, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
         if argument_map.results:
-            buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
-            compiled = self._compile_storing_adapter(argument_map, compiled, buffer_types)
-        return compiled, readonly_error
+            self._check_results(argument_map, returned)
+        else:
+            self._check_returns_nothing(argument_map, returned)
+        function = self.kernel
+        if _is_ufunc(self.kernel) or not argument_map.is_identity_for(self.kernel):
+            function = self._storing_adapter(argument_map, returned)
+        buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
+        try:
+            function.compile(buffer_types)
+        except Exception as error:
+            raise _compile_error("Numba", self.signature, error) from error
+        return function.overloads[buffer_types], readonly_error
 
-    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> _CompiledFunction:
-        """Compile the kernel for buffers of these types.
+    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
+        """Compile the kernel for buffers of these types, and return the Numba type of what it returns."""
+        from numba.core.registry import cpu_target
 
-        - If the kernel takes all buffers, in order, return the kernel itself.
-        - If it returns its outputs, and its parameters are known, return the kernel itself, too.  It takes the inputs
-          only, so `_compile_storing_adapter` maps its arguments.
-        - Otherwise, return an adapter that takes all buffers.
-        """
-        import numba
+        argument_types = []
+        for buffer in argument_map.args:
+            argument_type = buffer_types[buffer]
+            if buffer in argument_map.scalars:
+                argument_type = argument_type.dtype
+            elif buffer in argument_map.copied:
+                argument_type = argument_type.copy(readonly=False)
+            argument_types.append(argument_type)
+        # As in a jitted function that calls the kernel.
+        context = cpu_target.typing_context
+        context.refresh()
+        call_type = context.resolve_value_type(self.kernel).get_call_type(context, tuple(argument_types), {})
+        return call_type.return_type
 
-        is_dispatcher = not _is_ufunc(self.kernel)  # a ufunc needs an adapter
-        if is_dispatcher and argument_map.is_plain_for(self.kernel):
-            return _compile_types(self.kernel, buffer_types)
-        if is_dispatcher and argument_map.results and len(argument_map.args) == len(self.parameters):
-            argument_types = []
-            for buffer in argument_map.args:
-                argument_type = buffer_types[buffer]
-                if buffer in argument_map.scalars:
-                    argument_type = argument_type.dtype
-                elif buffer in argument_map.copied:
-                    argument_type = argument_type.copy(readonly=False)
-                argument_types.append(argument_type)
-            return _compile_types(self.kernel, tuple(argument_types))._replace(takes_all_buffers=False)
-        adapter = numba.njit(argument_map.make_adapter(self.kernel, f"return {_RETURNED}"))
-        return _compile_types(adapter, buffer_types)
-
-    def _check_returned_types(self, argument_map: _ArgumentMap, compiled: _CompiledFunction) -> None:
-        """Raise an error if the kernel does not return what `outs` declares."""
-        returned = compiled.overload.signature.return_type
-        leaves = list(_returned_leaves(returned).values())
-        declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        wrong = [(leaf, spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
-        is_right_number = len(leaves) == len(declared)
-        if is_right_number and not wrong:
-            return
-        if not argument_map.results:
-            # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
-            self._check_outputs(argument_map, return_fix="keep the `return`")
-            raise TypeError(
-                f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
-                "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
-            )
-        shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
-        fix = "Return one value for each of outs"
-        if is_right_number:
-            leaf, (dtype, rank) = wrong[0]
-            element, returned_rank = _element_and_rank(leaf)
-            if returned_rank == rank:
-                cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
-                fix = f"Return {cast}, or declare {element} in outs"
-        raise TypeError(
-            "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
-            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fix}."
-        )
-
-    def _compile_storing_adapter(
-        self, argument_map: _ArgumentMap, compiled: _CompiledFunction, buffer_types: tuple
-    ) -> _CompiledFunction:
-        """Compile a function of all buffers that stores the values that the compiled function returns to the outputs.
-
-        The compiled function is the one of `_compile_kernel`.
-        """
+    def _storing_adapter(self, argument_map: _ArgumentMap, returned: Any) -> Any:
+        """Return a dispatcher of the adapter, which stores the values that the kernel returns to the outputs."""
         import numba
         from numba import types as nbtypes
 
-        leaves = _returned_leaves(compiled.overload.signature.return_type)
+        leaves = _returned_leaves(returned)
         copy_lines = []
         store_lines = []
         for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
@@ -3942,11 +3894,38 @@ class _NumbaCompiler:
                 check = f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)"
                 store_lines.append(check)
             store_lines.append(f"b{buffer}[...] = {value}")
-        if compiled.takes_all_buffers:
-            n_buffers = argument_map.n_buffers
-            argument_map = _ArgumentMap(n_buffers, tuple(range(n_buffers)))
-        adapter = argument_map.make_adapter(compiled.dispatcher, *copy_lines, *store_lines, ShapeError=ShapeError)
-        return _compile_types(numba.njit(adapter), buffer_types)
+        return numba.njit(argument_map.make_adapter(self.kernel, *copy_lines, *store_lines, ShapeError=ShapeError))
+
+    def _check_returns_nothing(self, argument_map: _ArgumentMap, returned: Any) -> None:
+        """Raise an error if a kernel that stores to its outputs returns a value."""
+        if not _returned_leaves(returned):
+            return
+        # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
+        self._check_outputs(argument_map, return_fix="keep the `return`")
+        raise TypeError(
+            f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
+            "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
+        )
+
+    def _check_results(self, argument_map: _ArgumentMap, returned: Any) -> None:
+        """Raise an error if a kernel that returns its outputs does not return what `outs` declares."""
+        leaves = list(_returned_leaves(returned).values())
+        declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
+        fix = "Return one value for each of outs"
+        if len(leaves) == len(declared):
+            wrong = [(leaf, *spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
+            if not wrong:
+                return
+            leaf, dtype, rank = wrong[0]
+            element, returned_rank = _element_and_rank(leaf)
+            if returned_rank == rank:
+                cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
+                fix = f"Return {cast}, or declare {element} in outs"
+        shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
+        raise TypeError(
+            "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
+            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fix}."
+        )
 
     def _check_outputs(self, argument_map: _ArgumentMap, return_fix: str = "") -> None:
         """Raise an error if the kernel surely never stores to an output."""
@@ -3956,31 +3935,10 @@ class _NumbaCompiler:
             _check_outputs_are_stored(self.title, buffer_of, stored, self.call, ":", return_fix)
 
 
-class _CompiledFunction(NamedTuple):
-    """A function that Numba has compiled for some types."""
-
-    dispatcher: Any
-    overload: Any
-    takes_all_buffers: bool = True  # whether its parameters are all buffers of a call, in order
-
-
-def _compile_types(dispatcher: Any, argument_types: tuple) -> _CompiledFunction:
-    """Compile a dispatcher for these types."""
-    import numba
-
-    with warnings.catch_warnings():
-        # With parallel=True, Numba warns if it finds nothing that can run in parallel.
-        warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
-        # Numba warns if a typed dict or list takes a read-only array as a writable one.  Then the kernel gets a copy.
-        warnings.filterwarnings("ignore", "unsafe cast from .*rray", numba.NumbaTypeSafetyWarning)
-        dispatcher.compile(argument_types)
-    return _CompiledFunction(dispatcher, dispatcher.overloads[argument_types])
-
-
 def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
-    """Return the Numba types of all buffers: row-major arrays, of which inputs are read-only by default.
+    """Return the Numba types of all buffers: C-contiguous arrays.  If `readonly`, inputs are read-only.
 
-    The module of types is `numba.types`, or that of a Numba CUDA package.
+    `types_module` is `numba.types`, or the same module of a Numba CUDA package.
     """
     array_types = []
     for buffer, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
@@ -3995,8 +3953,16 @@ def _compile_readonly_or_writable(
 ) -> tuple[Any, Exception | None]:
     """Compile a kernel for read-only inputs.  If that fails, compile it for writable inputs.
 
-    Helpers with explicit signatures only accept writable arrays.  Return what `compile_types(types of all buffers)`
-    returns, and the error for read-only inputs, or None.  `compiler` is a part of errors.
+    For example, a helper with an explicit signature accepts only writable arrays.
+
+    Args:
+      compiler: the name of the compiler, for errors.
+      compile_types: a function that compiles the kernel for a tuple of types, one for each buffer.
+      types_module: see `_array_types`.
+      signature: the signature of the kernel.
+
+    Returns:
+      The result of `compile_types`, and the error for read-only inputs, or None if they work.
     """
     try:
         return compile_types(_array_types(types_module, signature)), None
@@ -4015,8 +3981,11 @@ class ShapeError(ValueError):  # public, because its name is in the error's text
         return f"it returned an array of shape {returned}, where outs declares {declared}"
 
 
-def _returned_leaves(numba_type: Any, expression: str = _RETURNED) -> dict[str, Any]:
-    """Return {expression: Numba type} for the scalars and arrays in a returned value."""
+def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str, Any]:
+    """Return {expression: Numba type} for the scalars and arrays in a returned value.
+
+    For a tuple of an array and a float, it is {"returned[0]": array(float32, 1d, C), "returned[1]": float64}.
+    """
     from numba import types as nbtypes
 
     if numba_type == nbtypes.none:
@@ -4030,7 +3999,7 @@ def _returned_leaves(numba_type: Any, expression: str = _RETURNED) -> dict[str, 
 
 
 def _can_store(numba_type: Any, dtype: np.dtype, rank: int) -> bool:
-    """Return whether NumPy would store a value of a Numba type to an output, for example with `out=`."""
+    """Return whether a value has the rank of an output, and a type that NumPy casts to its dtype ("same_kind")."""
     from numba import from_dtype
 
     element, returned_rank = _element_and_rank(numba_type)
@@ -4045,37 +4014,6 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     if isinstance(numba_type, nbtypes.Array):
         return numba_type.dtype, numba_type.ndim
     return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
-
-
-def _plain_text(error: Exception) -> str:
-    """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
-    text = str(error) or type(error).__name__
-    return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
-
-
-def _find_advice(text: str) -> str | None:
-    """Return the advice for the text of a Numba error, or None."""
-    return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
-
-
-def _is_store_to_readonly(error: Exception) -> bool:
-    """Return whether a Numba error says that a kernel stores to a read-only array."""
-    return re.search(_STORE_TO_READONLY, _plain_text(error)) is not None
-
-
-def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
-    """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
-    text = _plain_text(error)
-    advice = _find_advice(text)
-    zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
-    if advice is None and 0 in signature.ranks:
-        shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
-        advice = (
-            f"An array without dimensions{shown} has no items n[i]; under vmap, a slice may have no dimensions. Read "
-            "and write it with n[()], or list an input in scalars=['n'] and read it as n."
-        )
-    summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
-    return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
 
 
 # -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
@@ -4102,9 +4040,9 @@ def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature
     return inputs - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
-def _unwritten_buffers(compiled: _CompiledFunction, signature: _Signature) -> set[int]:
+def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
-    attributes = _llvm_attributes(compiled.overload)
+    attributes = _llvm_attributes(overload)
     unwritten = set()
     first_member = 2  # after the pointers to the returned value and to the exception
     for buffer, rank in enumerate(signature.ranks):
@@ -4270,7 +4208,7 @@ def _builds_dict(code: types.CodeType) -> bool:
     return any(x.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for x in dis.get_instructions(code))
 
 
-# -- 7.4 What the code of a kernel uses ----------------------------------------------------------------
+# -- 7.4 Object mode and threads -----------------------------------------------------------------------
 
 
 def _uses_object_mode(kernel: Any) -> bool:
@@ -4318,36 +4256,39 @@ class _NumbaEmitter(_Emitter):
             if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
                 self.lock_address = _native_lock_address("workqueue_lock")
 
-        def store_message(error: int) -> int:
-            if not error:  # lost in object mode that is reached through a function pointer (see `_uses_object_mode`)
-                return _store_error_message(RuntimeError("an exception that is lost in object mode"), label)
-            return _store_error_message(ctypes.cast(error, ctypes.py_object).value, label)
+        def report(exception_address: int) -> int:
+            """Return the address of the message of an exception."""
+            if exception_address:
+                exception = ctypes.cast(exception_address, ctypes.py_object).value
+            else:  # a helper in object mode was called through a function pointer, so `_uses_object_mode` missed it
+                exception = RuntimeError("an exception that is lost in object mode")
+            return _store_error_message(exception, label)
 
-        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(store_message)
+        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.report_address = ctypes.cast(callback, _PTR).value or 0
         self.alive = overload, callback
         self.code_key = "numba", bool(self.lock_address), self.starts_threads
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        """Write the call for each slice.  If its status is an error, end the call with the exception's message."""
+        """Call the kernel for each slice.  If its status is an error, return the exception's message to XLA."""
         from numba.core import types as nbtypes
         from numba.core.registry import cpu_target
 
         context = cpu_target.target_context
-        conv = context.call_conv
+        call_conv = context.call_conv
         builder = ir.llvm_builder
         address = ir.handler_data.kernel_address
         with ir.each_slice(buffers, count) as arrays:
             params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
-            types_of_params = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
-            pointer_type = conv.get_function_type(nbtypes.none, types_of_params).as_pointer()
-            entry = builder.inttoptr(address.value, pointer_type)
-            status, _ = conv.call_function(builder, entry, nbtypes.none, types_of_params, params)
+            param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
+            pointer_type = call_conv.get_function_type(nbtypes.none, param_types).as_pointer()
+            function = builder.inttoptr(address.value, pointer_type)
+            status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
             with builder.if_then(status.is_error, likely=False):
                 ir.fail(frame, self._write_error_message(ir, context, status))
 
     def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
-        """Write code that creates the Python exception, and return the address of its message."""
+        """Create the Python exception of a status, and return the address of its message."""
         python = context.get_python_api(ir.llvm_builder)
         gil = python.gil_ensure()
         context.call_conv.raise_error(ir.llvm_builder, python, status)
@@ -4356,6 +4297,99 @@ class _NumbaEmitter(_Emitter):
         ir.call("Py_DecRef", error)
         python.gil_release(gil)
         return message
+
+
+# -- 7.6 Errors of the compiler, with advice -----------------------------------------------------------
+# Kernels for GPUs use this part, too.
+
+# Numba 0.63 to 0.68 raise an AttributeError with this text for `x += 1`, if x is read-only.
+_INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
+_READ_ONLY_ADVICE = (
+    f"{_READ_ONLY_RULE}. Global arrays are read-only, too. Write to an output (a parameter after the inputs), list the "
+    "input in in_out_argnames, or alias an output to it with input_output_aliases."
+)
+_STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
+# {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.  The comments show texts of
+# Numba that the pattern below them matches.
+_ADVICE = {
+    # Cannot modify readonly array of type: readonly array(float32, 1d, C)
+    # >>> setitem(readonly array(float32, 1d, C), Literal[int](0), Literal[int](77))
+    _STORE_TO_READONLY: _READ_ONLY_ADVICE,
+    # CUDA kernel must have void return type but got int64.
+    # No conversion from int64 to none for '$26return_value.2'
+    r"must have void return type|to none": "A kernel with parameters for its outputs returns nothing, but this one "
+    "returns a value. Write it to an output: `out[:] = value`.",
+    # Known signatures: * (Array(float64, 1, 'C', False, aligned=True),) -> float64
+    # Type of #7 arg mismatch: double* != float*
+    r"(?s)Known signatures:.*64|mismatch: (double|i64)": "JAX truncates 64-bit inputs to 32 bits, but the kernel has a "
+    'signature of 64 bits. Set jax.config.update("jax_enable_x64", True), or remove the signature.',
+    # Unknown attribute 'normal' of type Module(<module 'jax.random' from '...'>)
+    r"Module\(<module 'jax\.random'": "A kernel cannot draw from jax.random. Draw before the call, and pass the noise "
+    "as an input.",
+    # Unknown attribute 'sin' of type Module(<module 'jax.numpy' from '...'>)
+    # Cannot determine Numba type of <class 'jaxlib._jax.PjitFunction'>
+    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": "A kernel cannot call JAX. Write "
+    "np. instead of jnp., and loops instead of jax.lax and jax.vmap.",
+    # >>> setitem(array(float32, 1d, C), slice<a:b>, readonly buffer(float32, 1d, C))
+    r"<class 'jax|readonly buffer\(": "A kernel cannot capture a JAX array. Pass it as an input, or, if it is a "
+    "constant, capture np.asarray(array).",
+    # Unknown attribute 'at' of type array(float32, 1d, C)
+    r"attribute 'at' of type .*array": "NumPy arrays have no `.at`. Write out[i] = 1.0 instead of out.at[i].set(1.0).",
+    # Unknown attribute 'j0' of type Module(<module 'scipy.special' from '...'>)
+    # Cannot determine Numba type of <class 'numpy.ufunc'>
+    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba does not support this function. Use math.erf and "
+    "math.gamma, or, on CPUs, SciPy's C functions through get_cython_function_address, as `bessel` in the project's "
+    "EXAMPLES.md does.",
+    # Untyped global name 'breakpoint'
+    r"Module\(<module 'pdb|name 'breakpoint'": "A compiled kernel has no debugger. Debug it in Python with NumPy "
+    "arrays: call wrapper.__wrapped__, or its .py_func if it is decorated.",
+    # Use of unsupported opcode (IMPORT_NAME) found.
+    r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
+    # Cannot determine Numba type of <class 'xla_kernels._NumbaKernel'>
+    rf"<class '{re.escape(__name__)}\.": "A kernel cannot call a wrapper or an op. Call the @numba.njit function in "
+    "it: wrapper.__wrapped__.",
+    # Cannot determine Numba type of <class 'function'>
+    r"<class '(function|functools\.partial)'": "A kernel can only call jitted functions. Decorate the helper with "
+    "@numba.njit (for a GPU: @cuda.jit).",
+    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'>
+    # The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, is not supported
+    # <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
+    r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples and NumPy arrays, but no "
+    "dict, list or object. Pass its values as inputs, or assign them to variables: gain = params['gain'].",
+    # Cannot bind 'args=(...) kws={...}' to signature '(x, out, *, n=3)' due to "TypeError: ..."
+    # tuple index out of range (Numba 0.63)
+    r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
+    "none can be keyword-only. Make the keyword-only parameter an input, or a variable of the closure.",
+    # >>> getitem(float32, Tuple())
+    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns "
+    "its outputs, or because scalars= lists it. Write q instead of q[()].",
+}
+
+
+def _plain_text(error: Exception) -> str:
+    """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
+    text = str(error) or type(error).__name__
+    return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
+
+
+def _is_store_to_readonly(error: Exception) -> bool:
+    """Return whether a Numba error says that a kernel stores to a read-only array."""
+    return re.search(_STORE_TO_READONLY, _plain_text(error)) is not None
+
+
+def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
+    """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
+    text = _plain_text(error)
+    advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
+    if advice is None and 0 in signature.ranks:
+        zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
+        shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
+        advice = (
+            f"An array without dimensions{shown} has no items n[i]; under vmap, a slice may have no dimensions. Read "
+            "and write it with n[()], or list an input in scalars=['n'] and read it as n."
+        )
+    summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
+    return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
 
 
 # ======================================================================================================
@@ -5320,7 +5354,7 @@ class _NumbaCuda(_CudaPackage):
         This is the user's kernel itself, if possible.  Otherwise it is a new kernel: the adapter of the argument map,
         which calls the user's kernel as a device function; or a copy without the explicit signatures of the original.
         """
-        is_plain = argument_map.is_plain_for(kernel)
+        is_plain = argument_map.is_identity_for(kernel)
         if is_plain and getattr(kernel, "_can_compile", True):
             return kernel
         function = kernel.py_func
