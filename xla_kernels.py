@@ -8558,15 +8558,16 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 
 # -- 11.6 Derivatives: rules for one slice -------------------------------------------------------------
 # The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
-# are applied to the rule.  For x: float32[8,3] and w: float32[3] with `in_axes` (0, None), as in 11.5:
+# are applied to the rule.  For x: float32[8,3] and w: float32[3] with `in_axes` (0, None), as in 11.5, each array that
+# a rule takes or returns has the shape [3]:
 #
-#                  the JVP rule gets              the transpose rule gets        axis under the vmap
-#     x            x [3], tangent [3]             x [3]                          0
-#     w            w [3], tangent [3]             w [3]                          None
-#     out          (returns out [3], tangent [3]) cotangent [3]                  0
+#     the JVP rule takes           x, w, and their tangents (in_axes 0, None, 0, None)
+#     the JVP rule returns         out, and its tangent
+#     the transpose rule takes     the cotangent of out, x and w (in_axes 0, 0, None)
+#     the transpose rule returns   the cotangents of x and w
 #
-# A transpose rule under vmap returns a cotangent [8,3] of w, because each slice contributes one.  `_op_transpose` adds
-# them up.
+# Under the vmap, the cotangent of w has the shape [8,3], because each slice contributes one.  `_op_transpose` adds them
+# up.
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -8606,21 +8607,30 @@ def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any,
     """Apply the rules of `defjvp` to a primitive that is not an op."""
     results = primitive.bind(*primals, **params)
     outputs = results if primitive.multiple_results else [results]
-    tangents_out = _add_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
+    tangents_out = _sum_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
+    tangents_out = _with_zero_tangents(outputs, tangents_out)
     return results, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
-def _add_jvp_terms(
+def _with_zero_tangents(outputs: Sequence, tangents: Sequence) -> list:
+    """Return the tangents of outputs, with symbolic zeros instead of None."""
+    return [_zero_tangent(x) if tangent is None else tangent for x, tangent in zip(outputs, tangents)]
+
+
+def _sum_jvp_terms(
     name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
 ) -> list:
-    """Return the tangents of the outputs: the sums of the terms that the rules of `defjvp` return for the operands."""
+    """Return the tangents of the outputs, with None for zero.
+
+    They are the sums of the terms that the rules of `defjvp`, one for each operand, return.
+    """
     if len(rules) != len(primals):
         raise ValueError(
             f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
             f"Pass {len(primals)} rules to def_jvp_rule2 or defjvp."
         )
     avals = list(map(jax.typeof, outputs))
-    totals: list = list(map(_zero_tangent, outputs))
+    totals: list = [None] * len(outputs)
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
@@ -8628,7 +8638,7 @@ def _add_jvp_terms(
         terms = _checked_tangents(subject, rule(tangent, *primals, **params), "the outputs are", avals)
         for j, term in enumerate(terms):
             if term is not None:
-                totals[j] = ad.add_tangents(totals[j], term)
+                totals[j] = term if totals[j] is None else ad.add_tangents(totals[j], term)
     return totals
 
 
@@ -8647,17 +8657,16 @@ def _op_jvp(op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
 
     def jvp_of_slice(*values: Any) -> tuple:
         primals, tangents = values[:n_primals], values[n_primals:]
-        if isinstance(rule, list):  # from `def_jvp_rule2`
+        if isinstance(rule, list):  # the rules of `def_jvp_rule2`, one for each operand
             outputs = slice_call.bind(*primals)
-            tangents_out = _add_jvp_terms(op.name, rule, primals, tangents, outputs, op_call.rule_params)
-        else:
-            outputs, tangents_out = rule(primals, tangents, **op_call.rule_params)
-            outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.outs)
+            return outputs, _sum_jvp_terms(op.name, rule, primals, tangents, outputs, op_call.rule_params)
+        outputs, tangents_out = rule(primals, tangents, **op_call.rule_params)
+        outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.outs)
         return outputs, _checked_tangents(subject, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
     in_axes_per_vmap = [(*in_axes, *in_axes) for in_axes in op_call.in_axes_per_vmap]  # the tangents are batched alike
     outputs, tangents_out = _call_under_vmaps(jvp_of_slice, in_axes_per_vmap, [*primals, *tangents])
-    return outputs, [_zero_tangent(x) if t is None else t for x, t in zip(outputs, tangents_out)]
+    return outputs, _with_zero_tangents(outputs, tangents_out)
 
 
 def _op_transpose(op_call: _OpCall, cts: Sequence, *operands: Any) -> list:
