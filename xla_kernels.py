@@ -5661,7 +5661,7 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
                 array_type = getattr(signature.args[0], "array_type", None)  # of `x.flat`
                 if not getattr(array_type, "mutable", True):
                     return _statement_text(statement)
-            elif signature and statement.op == "call":
+            elif signature and getattr(statement, "op", None) == "call":  # `print` has no `op`
                 callee_type = annotation.typemap[statement.func.name]
                 if _may_store_to_readonly(callee_type, signature):
                     return _statement_text(statement)
