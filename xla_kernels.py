@@ -3466,8 +3466,8 @@ def numba_kernel(
         function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
         traced.
       vmap_method: str or None.  One of the names that `jax.pure_callback` accepts.  With "sequential" and
-        "sequential_unrolled", batch elements run in order, on one thread.  Otherwise XLA's threads share them.  Default
-        None, which also supports `vmap`.
+        "sequential_unrolled", batch elements run in order, on one thread.  With None and the other names, they are
+        divided among XLA's threads.  Default None.
       input_output_aliases: dict or None.  With `{i: j}`, output j starts with the value of input i (a number or a
         name), and uses its memory if XLA can.  The kernel gets the same array for both.  Default None.
       in_out_argnames: sequence of str, or None.  The parameters that the kernel updates in place, in the order of the
@@ -3679,8 +3679,9 @@ def _is_ufunc(kernel: Any) -> bool:
 class _ArgumentMap(NamedTuple):
     """How a kernel is called with the buffers b0, b1, ... of a call.
 
-    Every number in an argument map is the index of a buffer.  A position in `args` is the position of a parameter.
-    Target names depend on the names of the class and its fields (`_Specialization.base_name`), so do not rename them.
+    `args`, `scalars`, `copied` and `results` contain indices of buffers.  A position in `args` is the position of a
+    parameter.  Target names depend on the names of the class and its fields (`_Specialization.base_name`), so do not
+    rename them.
 
     The adapter of an argument map is a function of all buffers that calls the kernel.  For example, if `kernel(x, n)`
     takes a 0-d input n as a scalar and returns its output, the adapter is:
@@ -3819,13 +3820,21 @@ class _NumbaCompiler:
         raise errors[0]
 
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
-        """Return the compiled function of all buffers.  Raise an error if the kernel breaks a rule for stores."""
+        """Return the compiled function of all buffers.  Raise an error if the kernel breaks a rule for stores.
+
+        The rules for inputs (7.3):
+
+            the kernel compiles for read-only inputs                 it runs as it is
+            the same, but it may ignore that they are read-only      it gets copies of the inputs without a proof
+            it only compiles for writable inputs: it has a store     error, if an input has no proof
+            it only compiles for writable inputs: another reason     it gets copies of the inputs without a proof
+        """
         overload, readonly_error = self._compile_for_buffers(argument_map)
         maybe_written = set()  # the inputs that are not proven to be only read (7.3)
         if readonly_error or _may_ignore_readonly(self.kernel):
             maybe_written = _unproven_inputs(self.only_read, argument_map, self.signature)
             maybe_written -= _unwritten_buffers(overload, self.signature)
-        # Any other `readonly_error` comes from a helper with an explicit signature, which accepts only writable arrays.
+        # The other reason is a helper with an explicit signature, which only accepts writable arrays.
         if maybe_written and readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(maybe_written, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_plain_text(readonly_error)}"
@@ -3871,7 +3880,7 @@ class _NumbaCompiler:
             elif buffer in argument_map.copied:
                 argument_type = argument_type.copy(readonly=False)
             argument_types.append(argument_type)
-        # As in a jitted function that calls the kernel.
+        # Numba compiles the kernel here as it does for a jitted function that calls the kernel.
         context = cpu_target.typing_context
         context.refresh()
         call_type = context.resolve_value_type(self.kernel).get_call_type(context, tuple(argument_types), {})
@@ -3949,7 +3958,7 @@ def _array_types(types_module: Any, signature: _Signature, readonly: bool = True
 
 
 def _compile_readonly_or_writable(
-    compiler: str, compile_types: Callable[[tuple], Any], types_module: Any, signature: _Signature
+    compiler: str, compile_for: Callable[[tuple], Any], types_module: Any, signature: _Signature
 ) -> tuple[Any, Exception | None]:
     """Compile a kernel for read-only inputs.  If that fails, compile it for writable inputs.
 
@@ -3957,18 +3966,18 @@ def _compile_readonly_or_writable(
 
     Args:
       compiler: the name of the compiler, for errors.
-      compile_types: a function that compiles the kernel for a tuple of types, one for each buffer.
+      compile_for: a function that compiles the kernel for a tuple of types, one for each buffer.
       types_module: see `_array_types`.
       signature: the signature of the kernel.
 
     Returns:
-      The result of `compile_types`, and the error for read-only inputs, or None if they work.
+      The result of `compile_for`, and the error for read-only inputs, or None if they work.
     """
     try:
-        return compile_types(_array_types(types_module, signature)), None
+        return compile_for(_array_types(types_module, signature)), None
     except Exception as readonly_error:
         try:
-            return compile_types(_array_types(types_module, signature, readonly=False)), readonly_error
+            return compile_for(_array_types(types_module, signature, readonly=False)), readonly_error
         except Exception:
             raise _compile_error(compiler, signature, readonly_error) from readonly_error
 
@@ -4048,7 +4057,7 @@ def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
     for buffer, rank in enumerate(signature.ranks):
         if re.search(r"\b(readonly|readnone)\b", attributes[first_member + _DATA_MEMBER]):
             unwritten.add(buffer)
-        first_member += _DATA_MEMBER + 1 + 2 * rank  # data, shape and strides
+        first_member += _DATA_MEMBER + 1 + 2 * rank  # an array's last members are data, shape and strides (7.5)
     return unwritten
 
 
@@ -4381,7 +4390,7 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
     text = _plain_text(error)
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
-    if advice is None and 0 in signature.ranks:
+    if advice is None and 0 in signature.ranks and re.search(r"\b0d\b", text):
         zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
         shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
         advice = (
