@@ -13,27 +13,28 @@ XLA's FFI.  This module is one file, to copy into a project or to install.
 
     add(jnp.arange(3.0), jnp.ones(3))            # also under jit, vmap, scan, shard_map and export
 
-The main public names are `numba_kernel`, `numba_cuda_kernel`, `numba_cuda_callable`, `warp_kernel`, and
-`XLACustomKernel`, an operation with several backends and with derivatives.
+A Numba kernel on CPUs may also return its outputs: `numba_kernel(lambda x: 2 * x, outs=lambda x: x)`.  The other main
+public names are `numba_cuda_kernel`, `numba_cuda_callable`, `warp_kernel`, and `XLACustomKernel`, an operation with
+several backends and with derivatives.
 
 The contract:
 
-- A mistake raises an error that names its fix, unless it is listed below as not checked.
+- A mistake raises an error that names its fix.  The exceptions are below, and in the docstrings of the wrappers.
 - The caller's arrays never change.  If a kernel updates an argument whose old value is used again, XLA copies it first.
 - New outputs start from zeros, unless `zero_outputs=False`.
 
 Not checked, and the user's responsibility:
 
 - indices, by default: an index out of bounds corrupts memory, as in C
-- intrinsics, jitclasses and overloads that store to their arguments
+- stores to inputs in your own intrinsics and overloads, and through jitclasses and other types of your own
 - raw addresses, including C and C++ code
 - global arrays of a GPU, and the Python code of a `numba_cuda_callable`
-- arrays inside containers that the checks do not look into
 - static arguments whose `__eq__` is true for different values
 - globals that another thread assigns during compilation
 
-The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  The Numba and Warp backends need Numba 0.63 or
-later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends work here.
+The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  All wrappers need Numba 0.63 or later, whose
+LLVM compiles the handlers.  Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends
+work here.
 """
 
 # A map of this file.
@@ -51,7 +52,7 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
 #     12 Backends          a table of the backends, and the self-check
 #
-# A section mostly uses the sections above it.  There are two exceptions: 3 and 5 use `_Signature`, `_BACKENDS` and
+# A section mostly uses the sections above it.  The main exceptions: 3 and 5 use `_Signature`, `_BACKENDS` and
 # `_decorated_backend` of later sections, and 6 calls the functions of 9 that write code for GPUs.  A new backend needs
 # a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
@@ -75,20 +76,24 @@ later, and Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` s
 #     buffer             an input, output or scratch array of a call
 #     scratch buffer     a temporary array that a kernel gets after its outputs, and that is not returned
 #     in-out argument    an argument that a kernel updates: its old value is an input, and its new value an output
-#     alias              a pair (i, j): output j starts with the value of input i
-#     batch, slice       the arrays of a call under `vmap`; the part of them that one run of the kernel sees
+#     alias              a pair (i, j): output or scratch buffer j starts with the value of input i
+#     batch, slice       a call under `vmap`; an element of a batch, for which the kernel runs once
 #     replicated         of an operand: passed whole to each device of a mesh, instead of partitioned
 #     wrapper            the object that `numba_kernel` and the other public functions return
 #     op                 an `XLACustomKernel`
 #     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
 #     helper             a jitted function that a kernel references
 #     captured values    the globals, closure variables and defaults that a kernel references
+#     specialization     the signature, options and name for which a kernel is compiled
+#     fingerprint        the code, options and captured values of a Numba kernel, in a form that can be compared
 #     target             a custom-call target: a name under which XLA finds a handler
 #     handler            the machine code that XLA calls for a target
+#     inner loop         the function of a handler that runs consecutive slices
 #     emitter            the object that writes a backend's part of a handler
-#     specialization     the signature, options and name for which a kernel is compiled
+#     argument map       the buffer of each parameter of a kernel, and how it is passed
+#     adapter            a function of all buffers, in order, that calls a kernel with the arguments that it takes
 #     launch attribute   the int64 array `launch` of a custom call: numbers that depend on shapes and options
-#     batch launch       one launch on a GPU for a whole batch, with slices along z, instead of one launch per slice
+#     batch launch       a launch on a GPU for many slices of a batch, which lie along z of the grid
 
 from __future__ import annotations
 
@@ -158,6 +163,7 @@ __all__ = [
 # - The effect of `jax.ffi.ffi_call` is read from a jaxpr (`_side_effect`):
 #   test_side_effect_keeps_unused_and_equal_calls.
 # - `val` of the tracers of `vmap` is the batched value: test_op_vjp_rule_handles_integers_and_structured_outs.
+# - `jax.export` reads `disabled_checks` after lowering (`export_checks`): test_export_with_symbolic_shape.
 
 Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
@@ -242,11 +248,11 @@ def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Call
 def _numpy_to_jax(x: Any) -> Any:
     """Return a NumPy array, and a tracer of `vmap` that batches one, as a JAX array.  Return other values unchanged.
 
-    `jax.custom_vjp` does not take such tracers (jax <= 0.12).
+    `jax.custom_vjp` does not take such tracers (jax <= 0.12), and `jnp.asarray` does not change them.
     """
     value = x
     while isinstance(value, jax.core.Tracer):
-        value = getattr(value, "val", None)  # of a tracer of `vmap`: the batched value
+        value = getattr(value, "val", None)  # the batched value of a tracer of `vmap`; other tracers have none
     return jax.numpy.copy(x) if isinstance(value, np.ndarray) else x  # XLA removes this copy
 
 
@@ -271,7 +277,7 @@ def _zero_tangent(x: Any) -> Any:
 
 
 def _mesh_of(avals: Sequence) -> Any:
-    """Return the mesh of the first type that has one, or the current mesh.
+    """Return the mesh of the first type that has one, or the current mesh, which may be empty.
 
     If the axes of a mesh are explicit, it is part of types even where it is not the current mesh.
     """
@@ -308,7 +314,7 @@ def _varying_kwargs(axes: frozenset) -> dict[str, Any]:
 def _out_aval(shape: tuple, dtype: Any, in_avals: Sequence, partition: Sequence = ()) -> Any:
     """Return the abstract value of a result, on the mesh of the inputs, sharded like `PartitionSpec(*partition)`."""
     mesh = _mesh_of(in_avals)
-    if mesh.empty:
+    if mesh.empty:  # without a mesh, no value varies
         return jax.core.ShapedArray(shape, dtype)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*partition))
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, **_varying_kwargs(_all_varying_axes(in_avals)))
@@ -349,9 +355,9 @@ def _num_partitions(ctx: Any) -> int:
 # ======================================================================================================
 # 2. C structs: the part of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 #
-# Each struct has its C name, and its fields have the C names and the C order.  XLA adds fields only at the end of a
-# struct, so these declarations fit every later jaxlib (test_mirrored_structs_equal_the_header).  A new major version of
-# the API may change everything, but then XLA rejects the handler, which reports `_API_MAJOR`.
+# Each struct has its C name, and its fields have the C names and the C order (test_mirrored_structs_equal_the_header).
+# A later jaxlib may add fields at the end of a struct, which a handler does not read.  For any other change, XLA
+# increments the major version of the API, and then rejects the handler, which reports `_API_MAJOR`.
 
 _PTR = ctypes.c_void_p  # a pointer of any type
 _I64 = ctypes.c_int64
@@ -481,20 +487,27 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 # ======================================================================================================
 # 3. Targets: captured values, fingerprints, names, registration, lifetimes.
 #
-# XLA programs refer to handlers by target names, which XLA looks up in the process that runs the program.  The program
-# may come from JAX's persistent cache or from another process.  Therefore two kernels of one process that may differ
-# must never have the same target name.
+# XLA programs refer to handlers only by target names, which XLA looks up in the process that runs the program.  Another
+# process may have compiled the program, because programs are exported, and JAX caches them on disk.  Therefore:
 #
-# - Equal kernels share a target.  Otherwise, each call of a function that defines a kernel would compile it again, and
-#   each copy would stay registered forever.  Numba kernels are equal if they have the same fingerprint: code, options
-#   and captured values (3.2).  For example, a `def` statement that runs twice creates equal kernels.  Warp kernels are
-#   equal if Warp's hashes are equal.
-# - Some Numba kernels never share a target, because a fingerprint does not cover all that they do.  These are the
-#   kernels that `_is_reusable` excludes, the functions of `numba_cuda_callable`, and kernels in Numba's CUDA simulator.
-#   The latter two run in Python, which reads globals on each run.
-# - Numba reads captured values once, when it compiles.  A decorated kernel therefore keeps its target if a captured
-#   variable is reassigned, and so does the wrapper of a plain function.  A new wrapper of the same plain function reads
-#   the variable again.
+# - In all processes, a kernel has the same target name as long as it is unchanged (3.3).
+# - Within a process, kernels that may differ never have the same target name.
+#
+# Equal kernels share a target.  Otherwise, each call of a function that defines a kernel would compile it again, and
+# each copy would stay registered forever.  Two Warp kernels share a target if their specializations are equal, because
+# these contain Warp's hashes.  Two Numba kernels share a target if all of these conditions hold:
+#
+# 1. Their specializations are equal: signature, options and name (3.3).
+# 2. Their fingerprints are equal (3.2).  For example, a `def` statement that runs twice creates such kernels.
+# 3. No helper was recompiled in between (`_first_overloads`).
+# 4. Neither was compiled before, and the fingerprints cover all that Numba reads (`_can_share_target`).  So a decorated
+#    kernel can share a target only for its first specialization.
+# 5. Their machine code contains the captured values.  A `numba_cuda_callable`, and a kernel in Numba's CUDA simulator,
+#    run in Python instead, which reads globals on each run.
+#
+# Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
+# specialization keeps the old value, and a call with another dtype or rank reads the new one.  A new wrapper of a plain
+# function reads it, too.  A new wrapper of a decorated kernel does not, because the kernel keeps its specializations.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -503,22 +516,23 @@ _INTERFACE_VERSION = 9
 
 _LOG = logging.getLogger(__name__)
 
-# State that all copies of this file in a process share, including vendored, reloaded and older copies.  It is the
-# namespace of a module that exists only in `sys.modules`.  The keys are the same in all versions of this file.
+# State that all copies of this file in a process share, including vendored, reloaded and older copies, so the keys must
+# not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads only its own handlers.
 _PROCESS_STATE: dict[str, Any] = vars(
     sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
 )
 _REGISTRY_LOCK: threading.RLock = _PROCESS_STATE.setdefault("lock", threading.RLock())
 _USED_TARGET_NAMES: set[str] = _PROCESS_STATE.setdefault("names", set())
-_COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("targets", {})  # by target name
+_COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("targets", {})  # {target name: handler}
 
 
 def _native_lock_address(name: str) -> int:
-    """Return the address of a lock for machine code, which all copies of this file share.
+    """Return the address of a lock for machine code (`_Emitter.lock_address`), which all copies of this file share.
 
     The lock is CPython's PyThread_type_lock, because a thread can acquire it without the GIL.
     """
     if name not in _PROCESS_STATE:
+        # A new function object, because the `restype` of `ctypes.pythonapi.PyThread_allocate_lock` is global.
         allocate = ctypes.CFUNCTYPE(_PTR)(("PyThread_allocate_lock", ctypes.pythonapi))
         address = allocate()
         if not address:
@@ -540,7 +554,7 @@ def _py_func(kernel: Any) -> Any:
     return getattr(dispatcher, "py_func", None) or kernel
 
 
-_LIBRARIES = frozenset("_operator builtins cmath heapq math numba numba_cuda_mlir numpy operator".split())
+_LIBRARY_MODULES = frozenset("_operator builtins cmath heapq math numba numba_cuda_mlir numpy operator".split())
 
 
 def _is_library_module(name: Any) -> bool:
@@ -548,16 +562,16 @@ def _is_library_module(name: Any) -> bool:
 
     The attributes of these modules are not expected to be reassigned.
     """
-    return str(name).partition(".")[0] in _LIBRARIES
+    return str(name).partition(".")[0] in _LIBRARY_MODULES
+
+
+_EMPTY_CODE = compile("", "", "exec")  # for kernels without a Python function
 
 
 @functools.lru_cache(maxsize=1024)
 def _referenced_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of globals and attributes in a code object and in nested functions, each name once."""
     return tuple(dict.fromkeys(name for part in _code_and_nested(code) for name in part.co_names))
-
-
-_EMPTY_CODE = compile("", "", "exec")
 
 
 def _code_and_nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -586,7 +600,8 @@ def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
 def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each variable and default that a kernel references, and for their parts.
 
-    The parts are the items of tuples and lists, and the referenced attributes of modules.  For `sizes.ROW[0]`:
+    The parts are the items of tuples and lists, and the attributes of modules, except of library modules.  As in
+    `_captured_variables`, each name in the code may be an attribute of each module.  For `sizes.ROW[0]`:
 
         [("sizes", <module 'sizes'>), ("ROW", (3, 4)), ("ROW", 3), ("ROW", 4), ...]
 
@@ -638,22 +653,18 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
     return functions
 
 
-def _captured_values_with_helpers(kernel: Any) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of all values that a kernel and its helpers capture."""
-    return [pair for function in _kernel_and_helpers(kernel) for pair in _captured_values(function)]
-
-
 # -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
 # Numba has no hash of a kernel that covers captured values.  So `_fingerprint` writes a line of text for each option,
-# code object and captured value of a kernel and its helpers.  The text is equal in all processes.  Values that may have
-# the same text, such as two helpers that one `def` creates, are also compared by identity.  For example:
+# code object and captured value of a kernel and its helpers.  The text is equal in all processes, so target names
+# contain its hash.  Values that may have the same text, such as two helpers that one `def` creates, are also compared
+# by identity.  For example:
 #
 #     n = 2.0
 #     @numba.njit(fastmath=True)
 #     def kernel(x, out):
 #         out[0] = helper(n * x[0])
 #
-# has, in short, this text, and one value that is compared by identity: `helper`.
+# has this text, except that the real text contains pickles of True and 2.0.  Only `helper` is compared by identity.
 #
 #     code = 9700740100... ('helper', 'n') ...
 #     fastmath = bool True
@@ -672,35 +683,35 @@ class _IdentityKey:
         return id(self.value)
 
     def __eq__(self, other: Any) -> bool:
-        # `other` may be a key from before importlib.reload, which redefines this class, so isinstance would be False.
+        # No isinstance, because `other` may be from before a reload (see `_REGISTRY`).
         return hasattr(other, "value") and self.value is other.value
 
 
 class _Fingerprint(NamedTuple):
-    """All that decides the machine code of a kernel.  Kernels with equal fingerprints can share a target."""
+    """The code, options and captured values of a kernel and its helpers."""
 
-    text: str  # equal in all processes, so that target names can contain its hash
-    identities: tuple[_IdentityKey, ...]  # the values whose text may be that of another value
+    text: str
+    compared_by_identity: tuple[_IdentityKey, ...]  # the values whose text may be that of another value
 
 
 def _fingerprint(kernel: Any) -> _Fingerprint:
     """Return the fingerprint of a kernel and its helpers."""
     lines = []
-    identities = []
+    compared_by_identity = []
     for function in _kernel_and_helpers(kernel):
         for name, value in _compiler_inputs(function):
             text = _exact_text(value)
             if text is None:
                 text = _inexact_text(value)
-                identities.append(_IdentityKey(value))
+                compared_by_identity.append(_IdentityKey(value))
             lines.append(f"{name} = {text}")
-    return _Fingerprint("\n".join(lines), tuple(identities))
+    return _Fingerprint("\n".join(lines), tuple(compared_by_identity))
 
 
 def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each option, the code and each captured value of one function."""
     inputs = dict(getattr(function, "targetoptions", {}))
-    inputs["chip"] = None  # numba_cuda_mlir assigns this option when it compiles, so equal kernels may differ in it
+    inputs["chip"] = None  # numba_cuda_mlir (9) assigns this option when it compiles, so equal kernels may differ in it
     # `locals={"n": numba.int8}`.  The text of a type gets into target names.  The type itself is compared by identity,
     # because different types may have the same text.
     variable_types = sorted(getattr(function, "locals", {}).items())
@@ -708,14 +719,14 @@ def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
     # The text of a class, because numba_cuda_mlir creates a class for each dispatcher.
     inputs["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
     # The class of Numba's cache shows whether the kernel has `cache=True`.  Its machine code may then come from a file,
-    # with the captured values of another process, so other kernels must not share it.
+    # with the captured values of another process, so kernels without `cache=True` must not share it.
     inputs["cache"] = type(getattr(function, "_cache", None)).__name__
     inputs["code"] = getattr(_py_func(function), "__code__", None)
     pairs = [pair for name in sorted(inputs) for pair in _with_items(name, inputs[name])]
     return pairs + _captured_values(function)
 
 
-_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, type(None), type(...))
+_LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, types.NoneType, types.EllipsisType)
 
 
 def _exact_text(value: Any) -> str | None:
@@ -739,7 +750,7 @@ def _exact_text(value: Any) -> str | None:
 
 
 def _is_literal(value: Any) -> bool:
-    """Return whether a value is a literal of Python: a number, a text, None, ..., or a tuple of these."""
+    """Return whether the type of a value is in `_LITERAL_TYPES`, or the value is a tuple of such values."""
     if type(value) is tuple:
         return all(map(_is_literal, value))
     return type(value) in _LITERAL_TYPES
@@ -779,22 +790,20 @@ def _is_embedded_by_numba(array: np.ndarray) -> bool:
     return is_contiguous and array.nbytes <= size_limit
 
 
-def _is_reusable(kernel: Any) -> bool:
-    """Return whether kernels with the same fingerprint can share the machine code of this plain or decorated kernel."""
-    if not isinstance(kernel, types.FunctionType):
-        if not hasattr(kernel, "overloads"):
-            return False  # a ufunc, which does not show whether it is compiled
-        if kernel.overloads:
-            return False  # compiled already, perhaps with other captured values
-    # The attributes of a function, such as __wrapped__, are not part of its fingerprint.
+def _can_share_target(kernel: Any) -> bool:
+    """Return whether a kernel was not compiled before, and its fingerprint covers all that decides its machine code."""
+    is_plain_function = isinstance(kernel, types.FunctionType)
+    if not is_plain_function and getattr(kernel, "overloads", True):  # a ufunc does not show whether it is compiled
+        return False  # compiled already, perhaps with other captured values
+    # A fingerprint has no attributes of the function.  Numba reads some, such as `__wrapped__` for the parameters.
     return not vars(_py_func(kernel))
 
 
 def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
     """Return the first overload of each helper, or None if it is not compiled yet, as identity keys.
 
-    The first overload shows whether a helper was recompiled.  `Dispatcher.recompile` replaces all overloads, and the
-    new ones may contain other captured values.
+    It shows whether a helper was recompiled: `Dispatcher.recompile` replaces all overloads, and the new ones may
+    contain other captured values.
     """
     keys = []
     for helper in _kernel_and_helpers(kernel)[1:]:
@@ -806,21 +815,22 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
 # A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`.  A registered name is permanent, and unique in the process.
 #
-#                      prefix                              the hash covers
-#     with `name=`     the user's name                     the platform, the signature and the launch layout
-#     without          the names of module and kernel      the specialization, with the text of its fingerprint
+#                      prefix                       the hash covers
+#     with `name=`     the user's name              the platform, the signature and the launch layout
+#     without          `<this module>.<kernel>`     the same, `zeroed`, the options, and the text of the fingerprint
 #
-# - With `name=`, exported programs find the kernel even if its code or options were edited.  A name that is in use
-#   already is an error.
+# - With `name=`, exported programs find the kernel even if its code or options were edited, so the hash does not cover
+#   these.  A name that is in use already is an error.
 # - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
 #   have the same text, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
-#   Another process may number these kernels differently.  A traced program is safe: it contains the names of its own
-#   process, and JAX finds a cached program only if it contains the same names.
+#   Another process may number these kernels differently.  That is safe: each process traces programs with its own
+#   names, and an executable in JAX's cache contains only the names, and not the kernels.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
-# A thread that holds a lock of section 9 (`_CudaBatch.lock`, `_GPUS_LOCK`) acquires neither of these.
+# A thread that holds a lock of section 9 (`_CudaBatch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks of
+# `_native_lock_address` are acquired only by machine code, which runs slices.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
@@ -848,8 +858,8 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
     """Register a handler for all programs that call this target."""
     jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
     handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-    # No step after this one may fail.  Otherwise the handler could be freed while XLA still has its address.
     jax.ffi.register_ffi_target(target_name, handler, "CUDA" if platform == "cuda" else platform)
+    # XLA has the address now.  So nothing may fail before the next line, which keeps the handler alive forever.
     _COMPILED_HANDLERS[target_name] = compiled
 
 
@@ -859,16 +869,13 @@ def _hash(*parts: str) -> str:
 
 
 class _Specialization(NamedTuple):
-    """The signature, options and name for which a kernel is compiled.
-
-    It consists of tuples, because they stay equal when importlib.reload redefines their classes.
-    """
+    """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature
     options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_warp_content` of the kernel
     platform: str  # "cpu" or "cuda"
     requested_name: str | None  # the user's `name=`
-    launch_layout: str = ""  # for Warp, the layout of the attribute `launch`; other backends have only one layout
+    launch_layout: str = ""  # for Warp, the words of `launch` that become pointers; other backends have one layout
     fingerprint: _Fingerprint = _Fingerprint("", ())  # of a Numba kernel; the registry adds it
 
     def base_name(self) -> str:
@@ -885,8 +892,7 @@ class _Specialization(NamedTuple):
 # Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
 _CompileHandlerFunction = Callable[[], "_CompiledHandler | None"]
 
-
-_MANY_COMPILATIONS = 50  # warn when the same code was compiled this often
+_MANY_COMPILATIONS = 50  # warn when kernels with one `base_name` were compiled this often
 
 
 class _TargetRegistry:
@@ -896,8 +902,8 @@ class _TargetRegistry:
     """
 
     def __init__(self) -> None:
-        # Numba: {owner: {specialization without a fingerprint: target name}}.  The owner is the object that reads
-        # captured values once: a dispatcher, or the wrapper of a plain function.
+        # Numba: {owner: {specialization without a fingerprint: target name}}.  The owner is a decorated kernel, or the
+        # wrapper of a plain function.
         self.names_by_owner: Any = weakref.WeakKeyDictionary()
         # Numba kernels that can share a target: {(specialization, `_first_overloads` of the kernel): target name}.
         self.shared_names: dict[tuple[_Specialization, tuple[_IdentityKey, ...]], str] = {}
@@ -914,8 +920,7 @@ class _TargetRegistry:
     ) -> str:
         """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
 
-        `freezes_globals` is False if Python reads globals on each run: for `numba_cuda_callable`, and in Numba's CUDA
-        simulator.
+        `freezes_globals` is False if Python reads globals on each run (condition 5 above).
         """
         kernel = wrapper.kernel
         owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
@@ -924,25 +929,18 @@ class _TargetRegistry:
         if specialization in names:
             return names[specialization]
         with self.compile_lock:
-            if specialization not in names:  # another thread may have compiled the kernel while this one waited
-                full_specialization = specialization._replace(fingerprint=_fingerprint(kernel))
-                if freezes_globals and _is_reusable(kernel):
-                    name = self._share_or_compile(kernel, full_specialization, compile_handler)
-                else:
-                    name = self._compile_and_register(full_specialization, compile_handler)
-                names[specialization] = name
-            return names[specialization]
-
-    def _share_or_compile(
-        self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandlerFunction
-    ) -> str:
-        """Return the target name of the kernels that are equal to this one.  Only the first of them is compiled."""
-        name = self.shared_names.get((specialization, _first_overloads(kernel)))
-        if name is None:
-            name = self._compile_and_register(specialization, compile_handler)
-            # Compiling a kernel compiles its helpers, so they may have first overloads only now.
-            self.shared_names[specialization, _first_overloads(kernel)] = name
-        return name
+            if specialization in names:  # another thread compiled the kernel while this one waited
+                return names[specialization]
+            full_specialization = specialization._replace(fingerprint=_fingerprint(kernel))
+            if freezes_globals and _can_share_target(kernel):
+                name = self.shared_names.get((full_specialization, _first_overloads(kernel)))
+                name = name or self._compile_and_register(full_specialization, compile_handler)
+                # Compiling a kernel compiles its helpers, so they may have first overloads only now.
+                self.shared_names[full_specialization, _first_overloads(kernel)] = name
+            else:
+                name = self._compile_and_register(full_specialization, compile_handler)
+            names[specialization] = name
+            return name
 
     def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
         """Return the target name of a Warp kernel.  If no equal kernel has a target, compile and register the handler.
@@ -1005,22 +1003,23 @@ def _warn_of_many_compilations(label: str, number: int) -> None:
     )
 
 
-# importlib.reload keeps the registry.  Other copies of this file have their own, because they may be other versions.
+# importlib.reload keeps the registry.  Its keys consist of tuples and `_IdentityKey`s, which equal those of redefined
+# classes.  Other copies of this file have registries of their own, because they may be other versions.
 _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """The target of a call, with the attribute `launch` of the custom call.  They do not depend on batch dimensions.
+    """The target name and the attribute `launch` of a custom call.  They do not depend on batch dimensions.
 
     A target must not refer to its wrapper.  JAX's caches hold targets under a weak reference to the wrapper.  A strong
     reference back would keep both forever.
     """
 
     name: str
-    launch: tuple[int, ...] = ()  # for Numba CUDA, the fields of a `_LaunchConfig`
+    launch: tuple[int, ...] = ()  # Numba CUDA: the fields of a `_LaunchConfig`.  Warp: the words of a launch (10.4)
     is_noop: bool = False  # whether no thread runs, because the grid is empty
-    platform: str = ""
+    platform: str | None = None  # None for a `_WarpTarget`, which is for all platforms of Warp
     # Parts of error messages:
     title: str = ""  # the wrapper, such as "numba_kernel 'add'"
     platform_phrase: str = ""  # such as "runs on CPUs"
@@ -1030,7 +1029,7 @@ class _Target:
         return f"{self.name}{self.launch}"
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Return the target that a program lowered for this platform calls, registered and compiled.
+        """Check the platform, finish the compilation and registration for it, and return the target to call.
 
         A Numba kernel was registered when its call was traced, so this is `self`.  If there is a batch on a GPU, the
         kernel is now also compiled for a batch launch.  `_WarpTarget` overrides this method, and registers a target.
@@ -5630,7 +5629,8 @@ def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
     numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
     packages = numba_cuda, _NUMBA_CUDA_MLIR
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
-        captured = [_cuda_package(value) for _, value in _captured_values_with_helpers(func)]
+        functions = _kernel_and_helpers(func)
+        captured = [_cuda_package(value) for function in functions for _, value in _captured_values(function)]
     captured_packages = [package for package in packages if package in captured]
     if len(captured_packages) == 1:
         return captured_packages[0]
