@@ -3334,6 +3334,7 @@ WARP_KERNELS = {  # parameters, body
         "r, c = wp.tid()\nvalues = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + s.turn[1, 0]\n"
         "o[r, c] = x[r][0] * w[r, c] + values + float(n)"),
     "takes_doubles": ("x: wp.array(dtype=wp.float64), out: floats", "out[i] = float(x[i])"),
+    "returns_doubles": ("x: floats, out: wp.array(dtype=wp.float64)", "out[i] = wp.float64(x[i])"),
     "takes_arrays_in_structs": ("h: Holder, out: floats", "out[i] = h.a[i]"),
     "takes_arrays_of_structs": ("h: wp.array(dtype=Params), out: floats", "out[i] = h[i].a"),
     "takes_indices": ("t: wp.indexedarray(dtype=float), out: floats", "out[i] = t[i]"),
@@ -4287,7 +4288,7 @@ def test_warp_launch_dims_must_match_indices_of_tid(x, start, launch_dims, n_dim
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=launch_dims), spec(3, 2), spec(3))
 
     missing = "" if launch_dims else "launch_dims is missing, .*"
-    text = rf"'kernel': {missing}.*has {n_dims} dimensions, but wp.tid\(\) gives {n_indices} indices"
+    text = rf"'kernel': {missing}.*has {n_dims} dimensions?, but wp.tid\(\) returns {n_indices} values?\."
     with pytest.raises(ValueError, match=text):
         trace(launch_dims)
     trace((0,) * (n_indices or 1))
@@ -5213,6 +5214,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "got <class 'jax.numpy.float32'> .*Write jax.ShapeDtypeStruct", lambda: wrap(identity, jnp.float32)),
     (ValueError, "sizes of at least 0. Its shape is (-1,). Write max(size, 0)", lambda: wrap(identity, spec(-1))),
     (ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one", lambda: wrap(scalars=3)),
+    (TypeError, "unexpected keyword argument 'cache'. .* @numba.njit(cache=True)", lambda: wrap(cache=True)),
+    (TypeError, "unexpected keyword argument 'device'. .*jax.device_put(x, device)", lambda: wrap(device="cpu")),
     (ValueError, "vmap_method must be one of .*'sequential'.*got 'loop'", lambda: wrap(vmap_method="loop")),
     (ValueError, "in_out_argnames=.*'t' is not one. Choose from (x, out)", lambda: wrap(in_out_argnames=["t"])),
     (ValueError, "['out', 'x']. Write in_out_argnames=['x', 'out']", lambda: wrap(in_out_argnames=["out", "x"])),
@@ -5230,7 +5233,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "got ndarray of dtype >f4.*newbyteorder(", lambda: add_one(ONES.astype(">f4"))),
     (TypeError, "got a ShapeDtypeStruct, which has no values. Pass an array", lambda: add_one(SPEC_4)),
     (TypeError, "input 0 .*got key<fry>, .*Pass jax.random.key_data(key)", lambda: add_one(jax.random.key(0))),
-    (ValueError, "a scalar is an input .* 'out' in scalars=['out'] is an output", lambda: wrap(scalars=["out"])(ONES)),
+    (ValueError, "a scalar is a 0-d input. 'out' in scalars=['out'] is an output", lambda: wrap(scalars=["out"])(ONES)),
     (ValueError, "'x' in scalars=['x'] is float32[4]. .*, or pass a number", lambda: wrap(scalars=["x"])(ONES)),
     # outputs and scratch buffers
     (ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True", lambda: wrap(outs=())(ONES)),
@@ -5243,8 +5246,10 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "of Python ints. Got (2.0,). .*x.size // 2", lambda: wrap(outs=lambda x: spec(x.size / 2))(ONES)),
     (TypeError, "A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)",
      lambda: wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype))(ONES)),
-    (TypeError, "a shape of Python ints. The size .*int32[].* is traced, .*jax.jit(f, static_argnames=...)",
+    (TypeError, "a shape of Python ints. The size int32[] has no value .*jax.jit(f, static_argnums=...)",
      lambda: jax.jit(lambda n, x: wrap(outs=lambda x: spec(n))(x))(4, ONES)),
+    (TypeError, "The size int32[] has no value .*jax.jit(f, static_argnums=...)",
+     lambda: wrap(outs=lambda x, n: spec(n))(ONES, 4)),
     (TypeError, "got 4 of type int. Write jax.ShapeDtypeStruct(shape", lambda: wrap(outs=lambda x: x.shape)(ONES)),
     (TypeError, "inputs (x, n, alpha), but outs takes (x). Write outs=lambda x, n, alpha: ...",
      lambda: wrap(head.__wrapped__, identity)(ONES, 2, 3.0)),
@@ -5267,10 +5272,10 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
      lambda: wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)),
     (ValueError, "outs[1] is missing. Write outs=lambda x, y: (x, y)",
      lambda: wrap(lambda x, y: 0, in_out_argnames=["x", "y"])(ONES, ONES)),
-    (TypeError, "is its own output. .*['state'].*Drop 'state_out', and write to 'state'",
+    (TypeError, "An in-out argument is its own output. Drop 'state_out', and write to 'state'",
      lambda: wrap(updates_state, identity, in_out_argnames=["state"])(ONES)),
     # the arguments of the kernel
-    (TypeError, "takes (x, out), but this call has 1 inputs and 2 outputs", lambda: wrap(outs=[SPEC_4] * 2)(ONES)),
+    (TypeError, "takes (x, out), but this call has 1 input and 2 outputs", lambda: wrap(outs=[SPEC_4] * 2)(ONES)),
     (TypeError, "Make the keyword-only parameter an input", lambda: wrap(keyword_only)(ONES)),
     (TypeError, "got 1 by position and (alpha) by name", lambda: head(ONES, alpha=ONES[0])),
     (TypeError, "by position only; got 1 by position and (n) by name",
@@ -5294,8 +5299,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     # stores and returned values
     (TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter", lambda: call_body("return x.size")),
     (TypeError, "int64, not nothing. Remove the `return`", lambda: call_body("out[0] = x[0]; return x.size")),
-    (TypeError, "not int32. Return np.int32(x), or declare float64", lambda: wrap(lambda x: x / 2)(np.int32(1))),
-    (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float64",
+    (TypeError, "not int32. Return np.int32(x), or declare float32", lambda: wrap(lambda x: x / 2)(np.int32(1))),
+    (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float32",
      lambda: wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32)))(np.arange(3))),
     (TypeError, 'signature of 64 bits. Set jax.config.update("jax_enable_x64", True)',
      lambda: call_body("out[0] = f(x)[0]", f=returns_doubles)),
@@ -5349,8 +5354,9 @@ CUDA_MISTAKES = [
     (TypeError, "(x, out, stream).*passes (float32[3], ", lambda: trace_callable(callable_from_body("pass"))),
     (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
      lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
-    (ValueError, "launch_dims=3 .*cuda.grid gives 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
-    (ValueError, "launch_dims=3 .*cuda.grid gives 2",
+    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2 values.",
+     lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
+    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2 values.",
      lambda: trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)),
 ]  # fmt: skip
 
@@ -5381,6 +5387,8 @@ WARP_MISTAKES = [
     (TypeError, "truncates x to 32 bits, .*jnp.asarray(x, jnp.float64)", lambda: trace_warp("takes_doubles", spec(3))),
     (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)",
      lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
+    (TypeError, '((3,), jnp.float64), after jax.config.update("jax_enable_x64", True)',
+     lambda: trace_warp("returns_doubles", spec(3))),
     (TypeError, "Declare it .*((3,), jnp.float32)", lambda: trace_product(outs=spec(3, dtype=np.int32))),
     (TypeError, "For a single element, declare .*((1, 2), jnp.float32)", lambda: trace_matvec(outs=spec(2))),
     (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: out.reshape(1, 2)",
@@ -5396,12 +5404,13 @@ WARP_MISTAKES = [
     (TypeError, "differentiable=True for reverse mode, if the kernel changes nothing in place. Use jax.custom_vjp",
      lambda: jvp_of_product(in_out_argnames=["out"])),
     (ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)", grad_without_adjoint),
-    (TypeError, "the parameters (x, y, out).* got 1 inputs and 1 outputs", lambda: trace_warp("multiply", spec(3))),
+    (TypeError, "the parameters (x, y, out).* got 1 input and 1 output, ", lambda: trace_warp("multiply", spec(3))),
     (TypeError, "'h' must be .* Got 'Holder'. .*a parameter for", lambda: trace_warp("takes_arrays_in_structs")),
     (TypeError, "'h' must be .* Got 'Params'. .*a parameter for", lambda: trace_warp("takes_arrays_of_structs")),
     (TypeError, "'t' must be a scalar, vector or matrix, an array .* Got", lambda: trace_warp("takes_indices")),
     (TypeError, "'takes_anything' is generic. .*such as wp.overload(kernel, ", lambda: trace_warp("takes_anything")),
     # launches, and outputs that are aliased to inputs
+    (TypeError, "unexpected keyword argument 'dim'. Pass launch_dims=3", lambda: trace_product(dim=3)),
     (ValueError, "launch_dims is missing, and the shape of the first array, (), has 0 dimensions",
      lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
     (TypeError, "launch_dims must be 1 to 4 ints from 0 to .*. Got '3'", lambda: trace_product(launch_dims="3")),

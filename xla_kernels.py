@@ -1107,24 +1107,30 @@ def _format_spec(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-def _flatten_specs(tree: Any) -> tuple[list, Any]:
+def _counted(n: int, noun: str) -> str:
+    """Return a number and a noun, such as "1 input" or "2 inputs"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def _flatten_specs(specs: Any) -> tuple[list, Any]:
     """Return the leaves of a pytree of specs, in JAX's order, and its structure.
 
-    A leaf may be an array, a tracer or a symbolic zero.  Its spec is its abstract value.
+    Arrays, tracers and symbolic zeros are replaced by their abstract values.
     """
 
     def is_leaf(x: Any) -> bool:
         return hasattr(x, "aval") or _has_shape_and_dtype(x)
 
-    leaves, structure = jax.tree.flatten(tree, is_leaf)
+    leaves, structure = jax.tree.flatten(specs, is_leaf)
     return [getattr(x, "aval", x) for x in leaves], structure
 
 
 def _contains_dict(structure: Any) -> bool:
     """Return whether a pytree structure contains a mapping."""
-    node = structure.node_data()  # (type of the container, ...)
-    is_leaf = node is None
-    return not is_leaf and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
+    node = structure.node_data()  # (type of the container, ...), or None for a leaf
+    if node is None:
+        return False
+    return issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children()))
 
 
 def _check_has_layout(dtype: Any, subject: str) -> None:
@@ -1143,23 +1149,23 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
       specs: the user's pytree of objects with `.shape` and `.dtype`.
       subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
       ins: the specs of the inputs.  If x64 is disabled, 64-bit dtypes are truncated, except a dtype that an input has.
-        Default: None, for a wrapper that is being created.  Its inputs are unknown, so nothing is truncated.
+        Default: None, if the inputs are unknown, because a wrapper is being created.  Then nothing is truncated.
     """
     if specs is None:
         raise TypeError(
             f"{subject} is missing. Declare the outputs, for example outs=lambda x: x. For a kernel without outputs, "
             "pass outs=() and has_side_effect=True."
         )
-    leaves, tree = _flatten_specs(specs)
-    declared = []
+    leaves, structure = _flatten_specs(specs)
+    normalized = []
     for i, leaf in enumerate(leaves):
-        name = f"{subject}[{i}]" if len(leaves) > 1 else subject
-        declared.append(_normalize_spec(leaf, name, ins))
-    return declared, tree
+        leaf_subject = f"{subject}[{i}]" if len(leaves) > 1 else subject
+        normalized.append(_normalize_spec(leaf, leaf_subject, ins))
+    return normalized, structure
 
 
 def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> Spec:
-    """Return one declared spec as a `ShapeDtypeStruct`.  The arguments are those of `_normalize_specs`."""
+    """Return one declared spec as a `ShapeDtypeStruct`.  See `_normalize_specs` for `subject` and `ins`."""
     if not _has_shape_and_dtype(declared):
         raise TypeError(
             f"{subject} must be a spec with .shape and .dtype; got {declared!r} of type {type(declared).__name__}. "
@@ -1167,14 +1173,15 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
         )
     _check_has_layout(declared.dtype, subject)
     try:
-        # JAX converts the sizes to Python ints, or symbolic sizes.  The dtype has no effect.
+        # JAX converts the sizes to Python ints or symbolic sizes.  The dtype has no effect.
         shape = jax.core.ShapedArray(declared.shape, np.float32).shape
     except TypeError as error:
         raise _shape_error(subject, declared.shape) from error
     if any(isinstance(size, int) and size < 0 for size in shape):
         raise ValueError(f"{subject} must have sizes of at least 0. Its shape is {shape}. Write max(size, 0).")
     dtype = np.dtype(declared.dtype)
-    if ins is None or any(x.dtype == dtype for x in ins) or jax.config.jax_explicit_x64_dtypes.name == "ALLOW":
+    keeps_64_bits = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"  # an option of JAX for dtypes that users declare
+    if ins is None or any(x.dtype == dtype for x in ins) or keeps_64_bits:
         return Spec(shape, dtype)
     truncated = jax.dtypes.canonicalize_dtype(dtype)  # to 32 bits, if x64 is disabled
     if truncated != dtype:
@@ -1186,9 +1193,10 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
     return Spec(shape, truncated)
 
 
-_FIXED_CAPACITY_ADVICE = (
-    "If a size depends on values, declare a fixed capacity, such as outs=jax.ShapeDtypeStruct((n,), dtype), and return "
-    "the count as one more output."
+_SIZE_ADVICE = (
+    "If a size is an argument, make it a static Python value: a variable of the closure, or jax.jit(f, "
+    "static_argnums=...). If a size depends on data, declare a fixed capacity, such as "
+    "outs=jax.ShapeDtypeStruct((n_max,), dtype), and return the count as one more output."
 )
 
 
@@ -1196,14 +1204,11 @@ def _shape_error(subject: str, shape: Any) -> TypeError:
     """Return the error for a shape that is not a tuple of ints."""
     rule = f"{subject} must have a shape of Python ints."
     for size in shape:
-        if isinstance(size, jax.core.Tracer):
-            return TypeError(
-                f"{rule} The size {size} is traced, so it is unknown when JAX traces the call. Write x.shape[0], or "
-                f"make the size a static argument: jax.jit(f, static_argnames=...). {_FIXED_CAPACITY_ADVICE}"
-            )
+        if isinstance(size, (jax.core.Tracer, Spec)):
+            return TypeError(f"{rule} The size {_format_spec(size)} has no value while JAX traces. {_SIZE_ADVICE}")
         if isinstance(size, (tuple, list)):
             return TypeError(f"{rule} {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
-    return TypeError(f"{rule} Got {shape}. Compute sizes with integers: x.size // 2, or int(n).")
+    return TypeError(f"{rule} Got {shape}. Compute sizes with integers, such as x.size // 2.")
 
 
 # -- 4.2 Options that are functions of the inputs ------------------------------------------------------
@@ -1212,12 +1217,12 @@ def _shape_error(subject: str, shape: Any) -> TypeError:
 def _call_with_specs(
     function: Callable, title: str, option: str, specs: Sequence, parameters: Sequence[str] = ()
 ) -> Any:
-    """Call the user's function of the inputs' specs, such as `outs=lambda x: x`.
+    """Call the value of an option that is a function of the inputs' specs, such as `outs=lambda x: x`.
 
     Args:
-      function: the user's function.
+      function: the value of the option.
       title: the wrapper or op, for error messages.
-      option: the option whose value the function is, such as "outs".
+      option: the name of the option.
       specs: the arguments: specs of the inputs, and for Warp also values.
       parameters: the names of all parameters of the kernel, if they are known.
     """
@@ -1234,8 +1239,7 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature
         return ""
-    with contextlib.suppress(TypeError):
-        signature.bind(*[None] * n_in)
+    if _can_bind(signature, n_in):
         return ""
     taken = list(signature.parameters)
     passed = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
@@ -1254,6 +1258,15 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
     return f"{problem} Write {fix}"
 
 
+def _can_bind(signature: inspect.Signature, n_arguments: int) -> bool:
+    """Return whether a function can be called with this number of positional arguments."""
+    try:
+        signature.bind(*range(n_arguments))
+    except TypeError:
+        return False
+    return True
+
+
 def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     """Return the error text for an exception in a function of the inputs' specs."""
     shown = ", ".join(map(_format_spec, specs))
@@ -1265,7 +1278,7 @@ def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     rule = f"{raised}Its arguments are specs with .shape and .dtype, and have no values."
     if isinstance(error, IndexError):
         return f"{rule} Check the indices of shapes."
-    return f"{rule} For the specs of what a function f returns, write jax.eval_shape(f, x). {_FIXED_CAPACITY_ADVICE}"
+    return f"{rule} For the specs of what a function f returns, write jax.eval_shape(f, x). {_SIZE_ADVICE}"
 
 
 def _check_call_signature(
@@ -1276,8 +1289,8 @@ def _check_call_signature(
     Args:
       signature: the signature of the user's function.
       subject: the function, as the subject of the message.
-      args: the arguments by position: specs, or texts that describe them.
-      params: the names of the arguments by name.
+      args: the positional arguments: specs, or texts that describe them.
+      params: the names of the keyword arguments.
       advice: the most likely fix, if there is one.
     """
     try:
@@ -1313,8 +1326,8 @@ def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()
     return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
-# The types whose values JAX accepts unchanged, as far as they are known: `_convert_input` adds each new one.
-# np.ndarray is never included, because the dtype of a NumPy array must be checked.
+# Types whose values JAX accepts unchanged.  `_convert_input` adds the types that it has seen.  np.ndarray is never
+# included, because the dtype of a NumPy array must be checked.
 _INPUT_TYPES: set[type] = {bool, int, float, complex}
 # The dtypes of NumPy arrays that JAX accepts, in native byte order.  The fast path of a jitted function ignores the
 # byte order: after a call with a native array, it reads other byte orders as native (jax 0.12).
@@ -1333,13 +1346,7 @@ def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) 
 
 
 def _convert_input(x: Any, name: str, variable: str) -> Any:
-    """Return an input as a value that JAX accepts.
-
-    Args:
-      x: the input.
-      name: its name for error messages; see `_input_name`.
-      variable: the name of the variable in the suggested fix.
-    """
+    """Return an input as a value that JAX accepts.  Error messages show its name and, in the fix, the variable."""
     if getattr(x, "__jax_array__", None):  # in jax 0.12, all tracers have this attribute, and in most it is None
         x = x.__jax_array__()
     if isinstance(x, jax.Ref):  # before the next check, because a traced Ref is also a Tracer
@@ -1352,7 +1359,7 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
             f"jax.eval_shape(f, {variable})."
         )
     with contextlib.suppress(TypeError):
-        jax.typeof(x)  # raises the error if JAX does not accept `x`
+        jax.typeof(x)  # raises a TypeError if JAX does not accept `x`
         if not isinstance(x, np.ndarray):
             _INPUT_TYPES.add(type(x))
         return x
@@ -1403,7 +1410,7 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # A wrapper (5.4) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behaviour of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_partitions_batch_without_communication)
-# - two incorrect passes of XLA (`_protect_results`; test_while_loop_kernel_not_hoisted)
+# - two incorrect passes of XLA (`_protect_outputs`; test_while_loop_kernel_not_hoisted)
 # - fusions in place (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
 # - Numba's pickles of functions (`_Wrapper`; test_wrapper_without_module_variable_is_pickled_by_value)
 
@@ -1414,23 +1421,27 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 class _CallParams:
     """The parameter of the primitive: the buffers of one slice, the target, and the batch.
 
-    The primitive returns the outputs.  The custom call, to which it is lowered, returns the outputs and the scratch
-    buffers.
+    The custom call has two kinds of results: outputs, which the primitive returns, and scratch buffers, which it drops.
     """
 
     ins: tuple[Spec, ...]
     outs: tuple[Spec, ...]
     scratch: tuple[Spec, ...]
-    aliases: tuple[tuple[int, int], ...]  # (i, j): buffer j of `outs + scratch` starts with the value of input i
-    zeroed: tuple[int, ...]  # indices in `outs + scratch` of the buffers that start from zeros
+    aliases: tuple[tuple[int, int], ...]  # (i, j): result j of the custom call starts with the value of input i
+    zeroed: tuple[int, ...]  # the results of the custom call that start from zeros
     has_side_effect: bool
     target: Any = None  # a `_Target`, once it is found
     batch: tuple[int, ...] = ()  # one leading dimension per `vmap`, the innermost `vmap` last
 
     @property
+    def results(self) -> tuple[Spec, ...]:
+        """The specs of the results of the custom call."""
+        return self.outs + self.scratch
+
+    @property
     def buffers(self) -> tuple[Spec, ...]:
         """The specs of the buffers, in the order in which the handler gets them."""
-        return self.ins + self.outs + self.scratch
+        return self.ins + self.results
 
     def signature(self, label: str) -> _Signature:
         """Return the signature of the handler for this call.  The label names the kernel."""
@@ -1439,15 +1450,15 @@ class _CallParams:
         return _Signature(label, len(self.ins), dtypes, ranks, self.aliases, self.zeroed)
 
     def bind(self, args: Sequence) -> list:
-        """Bind the primitive, and return its results."""
+        """Bind the primitive, and return the outputs."""
         return _call_p.bind(*args, call=self)
 
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
-    """Return the abstract values of the results, and the effects."""
+    """Return the abstract values of the outputs, and the effects."""
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for d in range(len(call.batch)):
-        batched = [x for x in ins if x.shape[d] != 1]  # size 1: all slices share the operand (`_call_batching`)
+        batched = [x for x in ins if x.shape[d] != 1]  # size 1: an unbatched operand (`_call_batching`)
         operand_axes.append([x.sharding.spec[d] for x in batched])
     partition = _batch_partition(operand_axes)
     avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in call.outs]
@@ -1457,25 +1468,25 @@ def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
 
 
 def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
-    """Add one leading dimension to every operand.  It has size 1 for an operand that all slices share."""
+    """Add one leading dimension to every operand, of size 1 for unbatched operands."""
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     sizes = [1 if dim is None else size for dim in dims]
     for i, _ in call.aliases:
-        sizes[i] = size  # the output of each slice starts with a value of its own
+        sizes[i] = size  # each slice updates its own copy of the operand
     operands = list(map(_batch_in_front, args, dims, sizes))
     batched = dataclasses.replace(call, batch=(size, *call.batch))
     return batched.bind(operands), [0] * len(call.outs)
 
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
-    """Return zero tangents if all results are integers; otherwise raise an error."""
+    """Return zero tangents if all outputs are integers; otherwise raise an error."""
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
         raise TypeError(
-            f"{call.target.title} has no derivative of this order. {call.target.derivative_advice}Use jax.custom_vjp "
-            "for grad, jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
+            f"{call.target.title} has no JVP rule. {call.target.derivative_advice}Use jax.custom_vjp for grad, "
+            "jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
         )
-    results = call.bind(primals)
-    return results, list(map(_zero_tangent, results))
+    outputs = call.bind(primals)
+    return outputs, list(map(_zero_tangent, outputs))
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
@@ -1497,13 +1508,13 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
     # If no kernel runs, write no custom call.  In a command buffer, XLA rejects one that launches nothing (jax < 0.10).
     if call.target.is_noop or 0 in call.batch:
         return _lower_initial_values(ctx, operands, call.aliases)
-    avals_out = [jax.core.ShapedArray((*call.batch, *x.shape), x.dtype) for x in call.outs + call.scratch]
-    n_partitioned = _num_partitioned_dims(ctx, call, avals_out, n_devices)
+    n_partitioned = _num_partitioned_dims(call, n_devices)
     if n_partitioned:
-        results = _lower_partitioned_call(ctx, operands, call, avals_out, n_partitioned)
+        outputs = _lower_partitioned_call(ctx, operands, call, n_partitioned)
     else:
-        results = _lower_custom_call(ctx, operands, call, ctx.avals_in, avals_out)
-    return _protect_results(ctx, results, returns_tuple=len(avals_out) > 1)
+        result_avals = [jax.core.ShapedArray((*call.batch, *spec.shape), spec.dtype) for spec in call.results]
+        outputs = _lower_custom_call(ctx, operands, call, ctx.avals_in, result_avals)
+    return _protect_outputs(ctx, outputs, returns_tuple=len(call.results) > 1)
 
 
 def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, int]]) -> Any:
@@ -1517,30 +1528,25 @@ def _lower_initial_values(ctx: Any, operands: Any, aliases: Sequence[tuple[int, 
 
 
 def _lower_custom_call(
-    ctx: Any, operands: Any, call: _CallParams, avals_in: Sequence, avals_out: Sequence, **attributes: Any
+    ctx: Any, operands: Any, call: _CallParams, operand_avals: Sequence, result_avals: Sequence, **attributes: Any
 ) -> Any:
-    """Write a custom call, and return its outputs, without the scratch buffers.
+    """Write a custom call, and return its outputs.
 
-    Args:
-      ctx: the context of the lowering rule.
-      operands: the operands of the custom call.
-      call: the parameter of the primitive.
-      avals_in: the abstract values of the operands.
-      avals_out: the abstract values of the outputs and scratch buffers.
-      attributes: the attributes of the custom call besides `launch`.
+    Its results, with the types `result_avals`, include scratch buffers.  `attributes` are those besides `launch`.
     """
     platform, *_ = _lowering_platforms(ctx)  # only one: the rule is registered per platform
     target = call.target.prepare_lowering(platform, bool(call.batch))
     if platform == "cpu" and call.aliases:
-        operands = _protect_aliased_operands(ctx, operands, call, avals_in)
+        operands = _protect_aliased_operands(ctx, operands, call, operand_avals)
     lower = jax.ffi.ffi_lowering(
         target.name,
         operand_output_aliases=dict(call.aliases),  # XLA may ignore this; the handler copies if it does
         has_side_effect=call.has_side_effect,
         extra_attributes=attributes,
     )
-    ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
-    return lower(ctx, *operands, launch=np.array(target.launch, np.int64))[: len(call.outs)]
+    ctx = ctx.replace(avals_in=operand_avals, avals_out=result_avals)
+    results = lower(ctx, *operands, launch=np.array(target.launch, np.int64))
+    return results[: len(call.outs)]
 
 
 def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals: Sequence) -> Any:
@@ -1553,7 +1559,7 @@ def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals:
     return _lower_barriers(ctx, operands, avals, {i for i, _ in call.aliases})
 
 
-def _protect_results(ctx: Any, results: Any, returns_tuple: bool) -> Any:
+def _protect_outputs(ctx: Any, outputs: Any, returns_tuple: bool) -> Any:
     """Put a barrier after a custom call if one of two incorrect passes of XLA may change it (jax 0.11.2 and 0.12).
 
     - Dynamic-slice fusion on GPUs: a custom call writes its result directly into the array that a dynamic-update-slice
@@ -1562,8 +1568,8 @@ def _protect_results(ctx: Any, results: Any, returns_tuple: bool) -> Any:
       instruction, and the operands for the elements, if the results are the whole state of a `while_loop`.
     """
     if returns_tuple or "cuda" in _lowering_platforms(ctx):
-        return _lower_barriers(ctx, results, ctx.avals_out, range(len(results)))
-    return results
+        return _lower_barriers(ctx, outputs, ctx.avals_out, range(len(outputs)))
+    return outputs
 
 
 def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[int]) -> Any:
@@ -1610,7 +1616,7 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 #     partitioned:  [*batch[:p], 1, ..., 1, *batch[p:], *slice_shape]
 #     replicated:   slice_shape
 #
-# For example, eight slices of x share w, on four devices (p = 1):
+# For example, on four devices, x has a batch of 8 and w is unbatched (p = 1):
 #
 #                              one slice    primitive    custom call    on each device
 #     x        partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
@@ -1627,98 +1633,96 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # dimensions of a slice are never partitioned: XLA gathers them.
 
 
-def _num_partitioned_dims(ctx: Any, call: _CallParams, avals_out: Sequence, n_devices: int) -> int:
+def _num_partitioned_dims(call: _CallParams, n_devices: int) -> int:
     """Return the number of leading batch dimensions that XLA may partition.
 
     These are the first dimensions whose sizes are multiples of the number of devices.  XLA would pad other sizes.  If
     the kernel raises an error on the padding, the other devices wait forever.  A size that only some of the mesh axes
     divide is not enough, because XLA may partition it over more axes: on 8 devices, `x[:4]` stays partitioned over all.
     """
-    arrays = (*ctx.avals_in, *avals_out)
-    has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)  # Shardy's rule needs them
-    if n_devices == 1 or not avals_out or not has_known_sizes:
+    shapes = [call.batch, *(spec.shape for spec in call.buffers)]
+    has_known_sizes = all(isinstance(size, int) for shape in shapes for size in shape)  # Shardy's rule needs them
+    if n_devices == 1 or not call.results or not has_known_sizes:
         return 0
     return len(list(itertools.takewhile(lambda size: size % n_devices == 0, call.batch)))
 
 
-def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, avals_out: Sequence, n_partitioned: int) -> Any:
+def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, n_partitioned: int) -> Any:
     """Write a custom call whose first `n_partitioned` batch dimensions XLA may partition, and return its outputs."""
     batch = call.batch
-    depth = len(batch)
-    is_replicated = _replicated_operands(ctx.avals_in, depth)
-    max_slice_rank = max(len(x.shape) for x in ctx.avals_in) - depth
-    ones = [1] * (max_slice_rank + 1)
+    is_replicated = _replicated_operands(ctx.avals_in, len(batch))
+    max_slice_rank = max(len(spec.shape) for spec in call.ins)
+    leading_sizes = [*batch[:n_partitioned], *[1] * (max_slice_rank + 1)]
 
-    def reshaped_aval(x: Any, replicated: bool = False) -> Any:
-        shape = x.shape[depth:]
-        if not replicated:
-            shape = (*batch[:n_partitioned], *ones, *batch[n_partitioned:], *shape)
-        return jax.core.ShapedArray(shape, x.dtype)
+    def reshaped_aval(spec: Spec, replicated: bool = False) -> Any:
+        batch_sizes = [] if replicated else [*leading_sizes, *batch[n_partitioned:]]
+        return jax.core.ShapedArray((*batch_sizes, *spec.shape), spec.dtype)
 
-    reshaped_in = list(map(reshaped_aval, ctx.avals_in, is_replicated))
-    reshaped_out = list(map(reshaped_aval, avals_out))
+    operand_avals = list(map(reshaped_aval, call.ins, is_replicated))
+    result_avals = list(map(reshaped_aval, call.results))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, aval, replicated in zip(operands, reshaped_in, is_replicated):
-            full = x if replicated else jax.numpy.broadcast_to(x, (*batch, *x.shape[depth:]))
+        for x, spec, aval, replicated in zip(operands, call.ins, operand_avals, is_replicated):
+            full = x if replicated else jax.numpy.broadcast_to(x, (*batch, *spec.shape))
             reshaped.append(jax.lax.reshape(full, aval.shape))
         return reshaped
 
-    def reshape_results(*results: Any) -> list:
-        return [jax.lax.reshape(x, aval.shape) for x, aval in zip(results, ctx.avals_out)]
+    def reshape_outputs(*outputs: Any) -> list:
+        return [jax.lax.reshape(x, aval.shape) for x, aval in zip(outputs, ctx.avals_out)]
 
     attributes = {
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_slice_rank)}),
-        "sdy.sharding_rule": _sharding_rule(reshaped_in, is_replicated, reshaped_out, n_partitioned + len(ones)),
+        "sdy.sharding_rule": _sharding_rule(operand_avals, is_replicated, result_avals, len(leading_sizes)),
     }
-    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, reshaped_in)
-    results = _lower_custom_call(ctx, operands, call, reshaped_in, reshaped_out, **attributes)
-    return _lower_without_shardings(reshape_results, ctx, results, reshaped_out[: len(call.outs)], ctx.avals_out)
+    operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, operand_avals)
+    outputs = _lower_custom_call(ctx, operands, call, operand_avals, result_avals, **attributes)
+    return _lower_without_shardings(reshape_outputs, ctx, outputs, result_avals[: len(call.outs)], ctx.avals_out)
 
 
 def _replicated_operands(avals_in: Sequence, depth: int) -> list[bool]:
-    """Return for each operand whether it is replicated, because all slices share it.
+    """Return for each operand whether it is replicated.  `depth` is the number of batch dimensions.
 
-    Operand 0 may be an exception.  If a shared operand follows a batched one, XLA uses the sharding of operand 0 for
-    all operands (FindCommonSharding).  Then operand 0 must be partitioned, even if all slices share it.  For example,
-    all slices share v and w, but not x:
+    Unbatched operands are replicated, with one exception.  If an unbatched operand follows a batched one, XLA uses the
+    sharding of operand 0 for the whole call (FindCommonSharding), so operand 0 must be partitioned.  For example, if
+    only x is batched:
 
         operands (v, x)       v is replicated
         operands (x, w)       w is replicated
         operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
-    is_shared = [all(size == 1 for size in x.shape[:depth]) for x in avals_in]
-    first_batched = is_shared.index(False)  # one exists: a partitioned batch dimension has a size > 1
-    if any(is_shared[first_batched:]):
-        return [False, *is_shared[1:]]
-    return is_shared
+    is_replicated = [all(size == 1 for size in x.shape[:depth]) for x in avals_in]
+    first_batched = is_replicated.index(False)  # one exists: a partitioned batch dimension has a size > 1
+    if any(is_replicated[first_batched:]):
+        is_replicated[0] = False
+    return is_replicated
 
 
-def _sharding_rule(avals_in: Sequence, is_replicated: Sequence[bool], avals_out: Sequence, n_shared: int) -> Any:
+def _sharding_rule(
+    operand_avals: Sequence, is_replicated: Sequence[bool], result_avals: Sequence, n_leading: int
+) -> Any:
     """Return Shardy's sharding rule of a call.
 
     A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
-    sharding.  The first `n_shared` dimensions of all partitioned arrays share factors: the partitioned batch
-    dimensions, and the ones.  Each other dimension has a factor of its own, because XLA gathers it.  In the example
-    above, with `n_shared` = 4, the rule of the operands (x, w) is:
+    sharding.  The first `n_leading` dimensions (the partitioned batch dimensions, and the ones) have the same factors
+    in all partitioned arrays.  Each other dimension has a factor of its own, because XLA gathers it.  In the example
+    above, the rule of the operands (x, w) is:
 
-        ([i,j,k,l,m], [n,o]) -> ([i,j,k,l,p])    with i=8, j=k=l=1, m=n=o=p=6
+        ([a,b,c,d,e], [f,g]) -> ([a,b,c,d,h])    with n_leading=4, a=8, b=c=d=1, e=f=g=h=6
     """
     from jax.extend.mlir.dialects import sdy  # not at the top, because the import takes 36 ms
 
-    factor_sizes = list(avals_out[0].shape[:n_shared])  # `assign_factors` appends to it
+    factor_sizes = list(result_avals[0].shape[:n_leading])  # `assign_factors` appends to it
 
     def assign_factors(x: Any, replicated: bool = False) -> Any:
-        n_shared_factors = 0 if replicated else n_shared
-        own_sizes = x.shape[n_shared_factors:]
-        own_factors = range(len(factor_sizes), len(factor_sizes) + len(own_sizes))
-        factor_sizes.extend(own_sizes)
-        dims = [sdy.DimMappingAttr.get([factor]) for factor in (*range(n_shared_factors), *own_factors)]
-        return sdy.TensorMappingAttr.get(dims)
+        factors = [] if replicated else list(range(n_leading))
+        for size in x.shape[len(factors) :]:
+            factors.append(len(factor_sizes))
+            factor_sizes.append(size)
+        return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([factor]) for factor in factors])
 
-    operand_factors = list(map(assign_factors, avals_in, is_replicated))
-    result_factors = list(map(assign_factors, avals_out))
+    operand_factors = list(map(assign_factors, operand_avals, is_replicated))
+    result_factors = list(map(assign_factors, result_avals))
     return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
 
@@ -1780,6 +1784,32 @@ def _unsupported_kernel_error(title: str, takes: str, kernel: Any) -> TypeError:
     return TypeError(f"{title} takes {takes}; got {type_name} {kernel!r}. {advice}".rstrip())
 
 
+_MISPLACED_OPTIONS = {  # {keyword argument that no public function takes: where it belongs}
+    **dict.fromkeys(
+        ("boundscheck", "cache", "debug", "error_model", "fastmath", "inline", "nogil", "parallel"),
+        "Pass it to the decorator of the kernel, such as @numba.njit({name}={value!r}).",
+    ),
+    "dim": "Pass launch_dims={value!r}.",
+    "device": "JAX chooses the device. Put the inputs on it: x = jax.device_put(x, device).",
+}
+
+
+def _with_option_advice[F: Callable](function: F) -> F:
+    """Return a public function that rejects `_MISPLACED_OPTIONS` with an error that names the fix."""
+
+    def with_advice(*args: Any, **options: Any) -> Any:
+        for name, value in options.items():
+            if name in _MISPLACED_OPTIONS:
+                fix = _MISPLACED_OPTIONS[name].format(name=name, value=value)
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}. {fix}")
+        return function(*args, **options)
+
+    wrapped: Any = functools.update_wrapper(with_advice, function)
+    return wrapped
+
+
+# The names that `jax.pure_callback` accepts.  Only the sequential ones have an effect here.  With None, the default,
+# `jax.pure_callback` rejects `vmap`, but a wrapper supports it.
 _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
 
 
@@ -1809,14 +1839,13 @@ class _Options:
         self.scratch = () if self.scratch is None else self.scratch
         self.input_output_aliases = dict(self.input_output_aliases or {})
         self.in_out_argnames = _as_names(self.in_out_argnames)
-        if not isinstance(self.scalars, bool):
-            self.scalars = _as_names(self.scalars)
-            for name in self.scalars:
-                if name in self.in_out_argnames:
-                    raise ValueError(
-                        f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove "
-                        f"it from scalars, and write {name}[()] in the kernel."
-                    )
+        self.scalar_names = [] if isinstance(self.scalars, bool) else _as_names(self.scalars)
+        for name in self.scalar_names:
+            if name in self.in_out_argnames:
+                raise ValueError(
+                    f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove it "
+                    f"from scalars, and write {name}[()] in the kernel."
+                )
 
     @property
     def in_order(self) -> bool:
@@ -1825,12 +1854,12 @@ class _Options:
 
 
 def _as_names(names: Any) -> Collection:
-    """Return the parameter names given to an option as a list.  Keep a set, which has no order that could be wrong."""
+    """Return the parameter names that an option gives as a list, or as a set if they are one."""
     if names is None:
         return []
-    if isinstance(names, (set, frozenset)):
-        return names
-    return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        return [names]
+    return names if isinstance(names, (set, frozenset)) else list(names)
 
 
 def _wrapper_or_decorator(wrapper_class: type[_Wrapper], kernel: Any, options: _Options) -> Any:
@@ -1878,7 +1907,7 @@ class _PickledByReference:
         return ()
 
     def _reduce_without_module(self) -> tuple:
-        """Return the value of `__reduce__` if no importable module holds the object.  (hook)
+        """Return the value of `__reduce__` if no importable module holds the object.  Subclasses may override this.
 
         It is a reference to a variable of `__main__`, because the processes of a pool have the same main module.
         """
@@ -1906,14 +1935,14 @@ class _Wrapper(_PickledByReference):
     For example, `f = numba_kernel(add, outs=lambda x, y: x)` is called with two arrays of float32[3].  Each method
     calls the indented ones below it:
 
-        __call__(x, y=y)                      puts the arguments in order: (x, y)
-          _call_by_position((x, y))           converts arguments that JAX does not accept, such as arrays of PyTorch
-            jax.jit(...)                      calls `_traced_call` once per combination of shapes and dtypes
-              _traced_call(x, y)              evaluates `outs`: ins = [float32[3], float32[3]], outs = [float32[3]]
-                _bind_call(ins, outs, x, y)   returns [result]
-                  _call_params(ins, outs)     adds scratch buffers, aliases and the target: _CallParams(ins, outs, ...)
-                    _find_target(call)        returns the target.  If it is new, compiles and registers the kernel
-                  _CallParams.bind([x, y])    binds the primitive
+        __call__(x, y=y)                         puts the arguments in order: (x, y)
+          _call_by_position((x, y))              converts arguments that JAX does not accept, such as arrays of PyTorch
+            jax.jit(...)                         calls `_traced_call` once per combination of shapes and dtypes
+              _traced_call(x, y)                 evaluates `outs`: ins = [float32[3]] * 2, outs = [float32[3]]
+                _bind_primitive(ins, outs, x, y) returns [result]
+                  _call_params(ins, outs)        adds scratch buffers, aliases and the target
+                    _find_target(call)           returns the target.  If it is new, compiles and registers the kernel
+                  _CallParams.bind([x, y])       binds the primitive
 
     If an argument is traced already, `_call_by_position` calls `_traced_call` without `jax.jit`.  Then the call is a
     part of the caller's program.
@@ -1927,12 +1956,9 @@ class _Wrapper(_PickledByReference):
     decorator: str  # the name of the public function, for error messages
 
     def __init__(self, kernel: Any, options: _Options, parameters: tuple[str, ...] | None = None) -> None:
-        """Check the options that name parameters.
+        """Create the wrapper, and check the options that name parameters.
 
-        Args:
-          kernel: the user's kernel.
-          options: the options of the public function.
-          parameters: the names of the parameters that take arrays, in order.  Default: all parameters.
+        `parameters` are the names of the parameters that take arrays, in order.  Default: all parameters.
         """
         self.kernel = kernel
         self.options: Any = options  # subclasses of `_Options` have options of their own
@@ -1987,7 +2013,7 @@ class _Wrapper(_PickledByReference):
         return self._call_by_position(args)
 
     def _call_by_position(self, args: Sequence) -> Any:
-        if _INPUT_TYPES.issuperset(map(type, args)):
+        if _INPUT_TYPES.issuperset(map(type, args)):  # fast path
             return self._jitted(*args)
         args, is_traced = _convert_inputs(args, self.title, self.parameters)
         return self._traced_call(*args) if is_traced else self._jitted(*args)
@@ -1996,7 +2022,7 @@ class _Wrapper(_PickledByReference):
         """Return the arguments by name, in the order of the kernel's parameters."""
         n = len(args) + len(named)
         names = self.parameters[:n]
-        arguments = dict(zip(names, args), **named)
+        arguments = {**dict(zip(names, args)), **named}
         has_wrong_count = len(arguments) != n  # too many, or a name that is also passed by position
         if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
             raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name. Pass each once.")
@@ -2022,11 +2048,11 @@ class _Wrapper(_PickledByReference):
 
     def _traced_call(self, *args: Any) -> Any:
         ins = _input_specs(args, self.title, self.parameters)
-        outs, tree = self._declared_specs("outs", ins)
-        return tree.unflatten(self._bind_call(ins, outs, *args))
+        outs, structure = self._declared_specs("outs", ins)
+        return structure.unflatten(self._bind_primitive(ins, outs, *args))
 
-    def _bind_call(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
-        """Bind the primitive, and return the list of results.  (hook: derivatives, and memory of the host)"""
+    def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+        """Bind the primitive, and return the outputs.  (hook)"""
         return self._call_params(ins, outs).bind(args)
 
     def _call_params(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
@@ -2034,19 +2060,18 @@ class _Wrapper(_PickledByReference):
         scratch, _ = self._declared_specs("scratch", ins)
         aliases = self._resolve_aliases(ins, outs)
         for i in self._inputs_to_copy(len(ins)):
-            if i not in aliases:
+            if i not in aliases:  # alias a scratch buffer to the input, so that XLA copies the input to it
                 aliases[i] = len(outs) + len(scratch)
-                scratch.append(ins[i])  # starts with the value of the input, so XLA copies the input
-        new_buffers = tuple(j for j in range(len(outs) + len(scratch)) if j not in aliases.values())
+                scratch.append(ins[i])
+        unaliased = tuple(j for j in range(len(outs) + len(scratch)) if j not in aliases.values())
         call = _CallParams(
             ins=tuple(ins),
             outs=tuple(outs),
             scratch=tuple(scratch),
             aliases=tuple(sorted(aliases.items())),
-            zeroed=() if self.options.zero_outputs is False else new_buffers,
+            zeroed=() if self.options.zero_outputs is False else unaliased,
             has_side_effect=self.options.has_side_effect,
         )
-        self._check_in_out_parameters(call)
         return dataclasses.replace(call, target=self._find_target(call))
 
     def _inputs_to_copy(self, n_in: int) -> list[int]:
@@ -2061,7 +2086,7 @@ class _Wrapper(_PickledByReference):
         raise NotImplementedError
 
     def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], why_not: str) -> None:
-        """Raise an error if a buffer has a dtype that the backend does not have."""
+        """Raise an error if a buffer has a dtype that is not allowed.  `why_not` is a clause after "a dtype"."""
         for role, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
@@ -2080,19 +2105,21 @@ class _Wrapper(_PickledByReference):
     def _option_value(self, option: str, ins: Sequence) -> Any:
         """Return the value of an option.  If it is a function, call it with the specs of the inputs.  (hook)"""
         value = getattr(self.options, option)
-        return _call_with_specs(value, self.title, option, ins, self.all_parameters) if callable(value) else value
+        if not callable(value):
+            return value
+        return _call_with_specs(value, self.title, option, ins, self.all_parameters)
 
     def _declared_specs(self, option: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
         """Return the specs that `outs` or `scratch` declares for these inputs, and their structure."""
-        specs, tree = _normalize_specs(self._option_value(option, ins), f"{self.title}: {option}", ins)
-        if _contains_dict(tree):
+        specs, structure = _normalize_specs(self._option_value(option, ins), f"{self.title}: {option}", ins)
+        if _contains_dict(structure):
             raise TypeError(
                 f"{self.title}: {option} must not contain a dict, because JAX sorts the keys, and a kernel takes "
-                f"outputs in order. Got {tree}. Use a tuple, {option}=(spec, ...), or a NamedTuple."
+                f"outputs in order. Got {structure}. Use a tuple, {option}=(spec, ...), or a NamedTuple."
             )
         if option == "outs" and not specs and not self.options.has_side_effect:
             raise ValueError(f"{self.title} has no outputs, so JAX would never run it. Pass has_side_effect=True.")
-        return specs, tree
+        return specs, structure
 
     def _resolve_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
         """Return {input: the output aliased to it} for the in-out arguments and `input_output_aliases`, checked."""
@@ -2130,40 +2157,35 @@ class _Wrapper(_PickledByReference):
             return
         shown = "missing" if declared is None else _format_spec(declared)
         arguments = ", ".join(self._argument_names(ins))
-        results = ", ".join([*self.in_outs, "..."] if len(outs) > len(self.in_outs) else self.in_outs)
-        new_outs = f"({results})" if "," in results else results
+        other_outs = ["..."] if len(outs) > len(self.in_outs) else []
+        results = [*self.in_outs, *other_outs]
+        new_outs = f"({', '.join(results)})" if len(results) > 1 else results[0]
         raise ValueError(
             f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is "
             f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: {new_outs}."
         )
 
-    def _check_in_out_parameters(self, call: _CallParams) -> None:
-        """Raise an error if the kernel declares a separate output parameter for an in-out argument.
+    def _separate_output_advice(self, call: _CallParams) -> str:
+        """Return the fix if the kernel declares a separate output for an in-out argument; otherwise an empty string.
 
         With in_out_argnames=["state"], `kernel(state, state_out)` is a mistake.  It has as many parameters as the call
         has buffers, while `kernel(state)` has one less.
         """
         n_in = len(call.ins)
         extra = self.parameters[n_in : n_in + len(self.in_outs)]
-        if not extra or len(self.parameters) != len(call.buffers):
-            return
-        parameters = inspect.signature(_py_func(self.kernel)).parameters
-        # A parameter with a default need not be an output.
-        if all(parameters[name].default is inspect.Parameter.empty for name in extra):
-            in_outs = ", ".join(map(repr, self.in_outs))
-            dropped = ", ".join(map(repr, extra))
-            raise TypeError(
-                f"{self.title}: an in-out argument is its own output. The kernel has in_out_argnames={self.in_outs}, "
-                f"and more parameters: {dropped}. Drop {dropped}, and write to {in_outs}."
-            )
+        if len(self.parameters) != len(call.buffers) or not extra:
+            return ""
+        dropped = ", ".join(map(repr, extra))
+        in_outs = ", ".join(map(repr, self.in_outs))
+        return f"An in-out argument is its own output. Drop {dropped}, and write to {in_outs}."
 
 
 def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
     """Return the error text if output j cannot be aliased to input i; otherwise an empty string."""
-    if i not in range(len(ins)):
-        return f"there is no input {i!r}. The inputs are {_numbered_specs(ins)}. Use one of these indices."
-    if j not in range(len(outs)):
-        return f"there is no output {j!r}. The outputs are {_numbered_specs(outs)}. Use one of these indices."
+    for role, index, specs in (("input", i, ins), ("output", j, outs)):
+        if index not in range(len(specs)):
+            numbered = ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
+            return f"there is no {role} {index!r}. The {role}s are {numbered}. Use one of these indices."
     if i in aliases:
         return f"an input is aliased to one output only. Input {i} is aliased to output {aliases[i]}. Remove an alias."
     if j in aliases.values():
@@ -2174,11 +2196,6 @@ def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], al
             f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
         )
     return ""
-
-
-def _numbered_specs(specs: Sequence[Spec]) -> str:
-    """Return specs with their indices, such as "0: float32[3], 1: int32[]"."""
-    return ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
 
 
 def _check_outputs_are_stored(
@@ -2195,19 +2212,21 @@ def _check_outputs_are_stored(
       return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
     """
     n_in = len(call.ins)
-    aliased_input = {n_in + output: i for i, output in call.aliases}
+    input_of = {n_in + j: i for i, j in call.aliases}  # {the buffer of an output: the input that it is aliased to}
     for name, buffer in buffer_of.items():
         is_output = n_in <= buffer < n_in + len(call.outs)
-        if not is_output or buffer in stored or aliased_input.get(buffer) in stored:
+        is_stored = buffer in stored or input_of.get(buffer) in stored
+        if is_stored or not is_output:
             continue
-        is_in_out = buffer in aliased_input and aliased_input[buffer] not in buffer_of.values()
-        kind = "in-out argument" if is_in_out else "output"
-        store = f"{name}[{index if call.buffers[buffer].shape else '()'}] = ..."
+        # An in-out argument has one parameter.  With input_output_aliases, the input has a parameter of its own.
+        is_in_out = buffer in input_of and input_of[buffer] not in buffer_of.values()
+        kind, unstored = ("in-out argument", "keeps its old values") if is_in_out else ("output", "consists of zeros")
+        shown_index = index if call.buffers[buffer].shape else "()"
         alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
         raise TypeError(
             f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
-            f"Write `{store}`{alternative}. If the kernel need not store to it, pass zero_outputs=True: the {kind} "
-            f"then {'keeps its old values' if is_in_out else 'consists of zeros'}."
+            f"Write `{name}[{shown_index}] = ...`{alternative}. If the kernel need not store to it, pass "
+            f"zero_outputs=True: the {kind} then {unstored}."
         )
 
 
@@ -3418,6 +3437,7 @@ _NUMBA_DTYPES = frozenset(
 )
 
 
+@_with_option_advice
 def numba_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -3464,9 +3484,9 @@ def numba_kernel(
       outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts, or a
         function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
         traced.
-      vmap_method: str or None.  One of the names that `jax.pure_callback` accepts.  With "sequential" and
-        "sequential_unrolled", batch elements run in order, on one thread.  With None and the other names, they are
-        divided among XLA's threads.  Default None.
+      vmap_method: str or None.  With "sequential" and "sequential_unrolled", batch elements run in order, on one
+        thread.  With None and the other names that `jax.pure_callback` accepts, they are divided among XLA's threads.
+        Default None.
       input_output_aliases: dict or None.  With `{i: j}`, output j starts with the value of input i (a number or a
         name), and uses its memory if XLA can.  The kernel gets the same array for both.  Default None.
       in_out_argnames: sequence of str, or None.  The parameters that the kernel updates in place, in the order of the
@@ -3552,8 +3572,7 @@ class _NumbaWrapper(_Wrapper):
 
     def __init__(self, kernel: Any, options: _Options) -> None:
         super().__init__(kernel, options)
-        self.scalar_names = [] if isinstance(options.scalars, bool) else options.scalars
-        self._check_names("scalars", self.scalar_names)
+        self._check_names("scalars", options.scalar_names)
 
     def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
         """Return the argument maps that fit the number of the kernel's parameters.
@@ -3570,41 +3589,36 @@ class _NumbaWrapper(_Wrapper):
         maps = [_ArgumentMap(n_buffers, (*input_args, *other_args), self._scalar_inputs(call.ins))]
         if may_return and other_args and not call.scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(input_args), _zero_dim_inputs(call.ins), results=other_args))
-        fitting_maps = [argument_map for argument_map in maps if self._accepts(len(argument_map.args))]
+        signature = inspect.signature(_py_func(self.kernel))
+        fitting_maps = [argument_map for argument_map in maps if _can_bind(signature, len(argument_map.args))]
         if not fitting_maps:
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
+            advice = self._separate_output_advice(call) or (
+                "If a parameter is both input and output, list it in in_out_argnames. If it is a constant, wrap the "
+                "kernel in a function that has the constant in its closure."
+            )
             raise TypeError(
                 f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-                f"{inspect.signature(_py_func(self.kernel))}, but this call has {n_in} inputs and {n_buffers - n_in} "
-                "outputs (scratch counts as an output, and an in-out argument as an input and an output). If a "
-                "parameter is both input and output, list it in in_out_argnames. If it is a constant, wrap the kernel "
-                "in a function that has the constant in its closure."
+                f"{signature}, but this call has {_counted(n_in, 'input')} and "
+                f"{_counted(n_buffers - n_in, 'output')} (scratch counts as an output, and an in-out argument as an "
+                f"input and an output). {advice}"
             )
         return fitting_maps
-
-    def _accepts(self, n_arguments: int) -> bool:
-        """Return whether the kernel can be called with this number of arguments."""
-        try:
-            inspect.signature(_py_func(self.kernel)).bind(*range(n_arguments))
-        except TypeError:
-            return False
-        return True
 
     def _scalar_inputs(self, ins: Sequence[Spec]) -> frozenset[int]:
         """Return the inputs that the option `scalars` selects.  Raise an error if one is not a 0-d input."""
         zero_dim = _zero_dim_inputs(ins)
         if self.options.scalars is True:
             return zero_dim
-        for name in self.scalar_names:
+        for name in self.options.scalar_names:
             i = self.parameters.index(name)
             if i not in zero_dim:
                 kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
                 raise ValueError(
-                    f"{self.title}: a scalar is an input without dimensions. {name!r} in "
-                    f"scalars={self.options.scalars} is {kind}. Remove it from scalars, or pass a number (under vmap, "
-                    "one for each batch element)."
+                    f"{self.title}: a scalar is a 0-d input. {name!r} in scalars={self.options.scalar_names} is "
+                    f"{kind}. Remove it from scalars, or pass a number (under vmap, one for each batch element)."
                 )
-        return frozenset(map(self.parameters.index, self.scalar_names))
+        return frozenset(map(self.parameters.index, self.options.scalar_names))
 
 
 def _zero_dim_inputs(ins: Sequence[Spec]) -> frozenset[int]:
@@ -3928,7 +3942,10 @@ class _NumbaCompiler:
             element, returned_rank = _element_and_rank(leaf)
             if returned_rank == rank:
                 cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
-                fix = f"Return {cast}, or declare {element} in outs"
+                fix = f"Return {cast}"
+                if str(element) in _NUMBA_DTYPES:
+                    jax_dtype = jax.dtypes.canonicalize_dtype(str(element))  # of 32 bits, if x64 is disabled
+                    fix += f", or declare {jax_dtype} in outs"
         shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         raise TypeError(
             "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
@@ -4840,6 +4857,7 @@ _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.R
 _CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
+@_with_option_advice
 def numba_cuda_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -4932,6 +4950,7 @@ def numba_cuda_kernel(
     return _wrapper_or_decorator(_CudaKernel, options.pop("kernel"), _CudaOptions(**options))
 
 
+@_with_option_advice
 def numba_cuda_callable(
     func: Any = None,
     outs: Any = None,
@@ -5083,8 +5102,8 @@ def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index
     """
     if n_dims != n_indices:
         raise ValueError(
-            f"launch_dims needs one number for each index of a thread. {title}: {launch} has {n_dims} dimensions, but "
-            f"{index_function} gives {n_indices} indices."
+            f"launch_dims needs one number for each index of a thread. {title}: {launch} has "
+            f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}."
         )
 
 
@@ -5133,7 +5152,7 @@ class _CudaOptions(_Options):
 class _CudaWrapper(_NumbaWrapper):
     """The wrapper of a Numba CUDA kernel or of a callable."""
 
-    def _bind_call(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         """Return the results of the call as a list, after moving aliased operands to the memory of the device."""
         operands = list(args)
         call = self._call_params(ins, outs)
@@ -6029,6 +6048,7 @@ _WARP_MAX_THREADS_X = 2**24  # along x of a grid, for kernels without a loop ove
 # -- 10.1 The wrapper ----------------------------------------------------------------------------------
 
 
+@_with_option_advice
 def warp_kernel(
     kernel: Any = None,
     outs: Any = None,
@@ -6258,10 +6278,9 @@ class _WarpKernel(_Wrapper):
         # The parameter of each buffer:
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
         if len(names) != len(specs):
-            raise self._wrong_arity(
-                f"got {n_in} inputs and {len(specs) - n_in} outputs, including scratch. An in-out argument is both, "
-                "and is listed in in_out_argnames."
-            )
+            got = f"got {_counted(n_in, 'input')} and {_counted(len(specs) - n_in, 'output')}, including scratch."
+            advice = self._separate_output_advice(call) or "If a parameter is both, list it in in_out_argnames."
+            raise self._wrong_arity(f"{got} {advice}")
         for buffer, (name, spec) in enumerate(zip(names, specs)):
             is_input = buffer < n_in or name in copied
             role = "input" if is_input else "output" if buffer < n_in + len(call.outs) else "scratch"
@@ -6371,9 +6390,9 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _bind_call(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         """Return the results of the call as a list, with a VJP rule if `differentiable=True`."""
-        without_vjp = functools.partial(super()._bind_call, ins, outs)
+        without_vjp = functools.partial(super()._bind_primitive, ins, outs)
         if not self.options.differentiable:
             return without_vjp(*args)
 
@@ -6609,7 +6628,9 @@ class _WarpParam:
 
     def _dtype_fix(self, spec: Spec, role: str) -> str:
         if role in ("output", "scratch"):
-            return f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
+            fix = f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
+            is_truncated = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # because x64 is disabled
+            return f'{fix}, after jax.config.update("jax_enable_x64", True)' if is_truncated else fix
         cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
         if self.dtype and self.dtype.itemsize == 8:
             return f"JAX truncates {self.name} to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
@@ -6626,7 +6647,7 @@ class _WarpParam:
             return fix
         if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
             return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
-        return f"Reshape it to {self.ndim} dimensions"
+        return f"Reshape it to {_counted(self.ndim, 'dimension')}"
 
 
 def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
