@@ -6017,4 +6017,4 @@ def test_readme_lists_public_names_and_benchmark_rows():
     sections = dict(section.split("\n", 1) for section in text_of("README.md").split("\n## ")[1:])
     assert set(xk.__all__) <= set(re.findall(r"`(\w+)", text_of("README.md")))
     rows = re.findall(r"^\|.*$", sections["Benchmark"], re.MULTILINE)
-    assert len(rows) > 2 and "\n".join(rows) in text_of(".github/BENCHMARK.md")
+    assert len(rows) > 2 and set(rows) <= set(text_of(".github/BENCHMARK.md").splitlines())
