@@ -3273,6 +3273,8 @@ if hasattr(wp, "ref"):  # Warp >= 1.19
     @wp.func
     def set_ref(r: wp.ref[float]):
         r = 1.0
+    @wp.func_native("r = 1.0f;")
+    def set_in_cpp(r: wp.ref[float]): ...
 @wp.func_grad(double)
 def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
@@ -3284,6 +3286,8 @@ def count_replays(a: floats, count: ints, i: int):
     return 2.0 * a[i]
 @wp.func_native("return x + 1.0f;")
 def native(x: float) -> float: ...
+@wp.func_native("a.data[i] = 1.0f;")
+def place_in_cpp(a: floats, i: int): ...
 @wp.func_native('''
     static int inside;
     int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
@@ -3877,6 +3881,7 @@ WARP_WRITES = {  # the input that is written, and the statements; x is an array 
     "a builtin with an output parameter": ("y", "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)"),
     "wp.copy": ("y", "z = wp.copy(y)\nz[i] = 1.0"),
     "a helper": ("y", "place(y, i, 1.0)"),
+    "C++": ("y", "place_in_cpp(y, i)"),
     "a helper that calls another overload": ("y", "place(y, i)"),
     "an overload by keywords": ("y", "place(a=y, i=i, value=1.0)"),
     "a generic helper": ("y", "generic_place(y, i)"),
@@ -3892,7 +3897,10 @@ WARP_AMBIGUOUS_WRITES = {  # stores to y or to the output
     "a field after a branch": "b = Box()\nb.mass = out\nb.pos = out\nif i > 0:\n    b.pos = y\nb.pos[i] = 1.0",
     "a branch in a helper": "pick(i > 0, y, out)[i] = 1.0",
 }  # fmt: skip
-WARP_REF_WRITES = {"a reference": ("y", "set_ref(y[i])")}  # Warp >= 1.19
+WARP_REF_WRITES = {
+    "a reference": ("y", "set_ref(y[i])"),
+    "a reference in C++": ("y", "set_in_cpp(y[i])"),
+}  # Warp >= 1.19
 WARP_UPDATES = {  # updates of the output
     "update: atomic sum": "wp.atomic_add(out, 0, y[i])",
     "update: augmented assignment": "out[i] += 1.0",
@@ -3966,7 +3974,8 @@ def launched(kernel, out):
 def test_warp_write_to_input_rejected(name):
     """As in-out arguments, the same kernels give what `wp.launch` gives."""
     kernel, (written, _) = warp_programs()[name], (WARP_WRITES | WARP_REF_WRITES)[name]
-    with pytest.raises(TypeError, match=f"(writes|may write) to input '{written}'.*in_out_argnames"):
+    advice = f" to input '{written}'.*in_out_argnames"
+    with pytest.raises(TypeError, match=f"writes{advice}|may write{advice}.*only reads '{written}'"):
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *ROWS_AND_FLOATS)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
     results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*ROWS_AND_FLOATS)

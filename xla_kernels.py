@@ -128,7 +128,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -2201,7 +2201,7 @@ def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], al
 def _check_outputs_are_stored(
     title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, index: str, return_fix: str = ""
 ) -> None:
-    """Raise an error if a kernel surely never stores to an output or in-out argument (sections 7 to 9).
+    """Raise an error if a kernel has no store to an output or in-out argument (sections 7 to 9).
 
     Args:
       title: the kernel, for example "numba_kernel 'f'".
@@ -2212,16 +2212,27 @@ def _check_outputs_are_stored(
       return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
     """
     n_in = len(call.ins)
+<<<<<<< HEAD
     input_of = {n_in + j: i for i, j in call.aliases}  # {the buffer of an output: the input that it is aliased to}
+=======
+    aliased_input = {n_in + output: i for i, output in call.aliases}  # by the buffer of the output, in the same memory
+>>>>>>> h-s8
     for name, buffer in buffer_of.items():
         is_output = n_in <= buffer < n_in + len(call.outs)
         is_stored = buffer in stored or input_of.get(buffer) in stored
         if is_stored or not is_output:
             continue
+<<<<<<< HEAD
         # An in-out argument has one parameter.  With input_output_aliases, the input has a parameter of its own.
         is_in_out = buffer in input_of and input_of[buffer] not in buffer_of.values()
         kind, unstored = ("in-out argument", "keeps its old values") if is_in_out else ("output", "consists of zeros")
         shown_index = index if call.buffers[buffer].shape else "()"
+=======
+        # An in-out argument is one parameter.  In other aliases, the input has a parameter, too.
+        is_in_out = buffer in aliased_input and aliased_input[buffer] not in buffer_of.values()
+        kind = "in-out argument" if is_in_out else "output"
+        store = f"{name}[{index if call.buffers[buffer].shape else '()'}] = ..."
+>>>>>>> h-s8
         alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
         raise TypeError(
             f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
@@ -4421,19 +4432,35 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 # 8. Source analysis: the arrays to which the source of a Warp kernel stores.
 #
 # Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and
-# tiles.  So an alias analysis of the syntax tree finds the stores of a kernel and of the functions that it calls.  It
-# ignores the order of statements: a variable is a view of every array that any statement assigns to it, and a tuple or
-# struct is a view of all arrays in it.  There are three kinds of stores:
+# tiles.  So an abstract interpretation of the kernel and of the functions that it calls finds the stores:
 #
-#     certain      only one array is possible, such as y in `row = y[i]; row[0] = 1.0`
-#     ambiguous    several arrays are possible, such as y and out in `z = y; if i > 0: z = out; z[0] = 1.0`
-#     unknown      an array is passed to something that the analysis does not know, such as C++ code of the user
+#     def kernel(x: rows, y: floats, z: floats, out: floats):
+#         row = x[wp.tid()]       # row is a view of x
+#         row[0] = 1.0            # an exact store to x
+#         a = y
+#         if row[1] > 0.0:
+#             a = out             # a is a view of y or out
+#         a[0] = 1.0              # an ambiguous store to y or out
+#         cpp_function(z)         # an unknown store to z
 #
-# A certain or unknown store to an input is an error.  If an input only has ambiguous stores, the kernel gets a copy.
+# The abstract value of a variable is the set of arrays of which it may be a view.  A tuple or struct is a view of all
+# arrays in it.  The analysis is flow-insensitive: it assumes that all statements run, in any order.  So an assignment
+# only adds to a set, and the statements are interpreted until no set grows (a fixpoint).
 #
-# For section 10, the analysis also finds how many indices `wp.tid()` returns, and the use of tiles and C++ code.
+# The kind of a store says how well its array is known, not whether the statement runs:
+#
+#     kind         possible arrays                                if one of them is an input
+#     exact        one                                            an error
+#     ambiguous    several                                        the kernel gets a copy of the input
+#     unknown      the arguments of C++ code, or of a builtin     an error
+#                  that 8.1 does not list
+#
+# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  For an unknown store, a
+# copy would silently lose what C++ code stores.  (A `numba_kernel` gets one, because Numba rejects most stores before.)
 
+_STORE_KINDS = ("exact", "unknown", "ambiguous")  # if an array has several, the first of these counts
 _UNKNOWN_NDIM = math.inf  # larger than any number of indices, and still unknown after a subtraction
+_RETURNED = "return"  # the returned value, among variables; none has this name, because it is a keyword
 
 
 class _ArrayView(NamedTuple):
@@ -4446,19 +4473,26 @@ class _ArrayView(NamedTuple):
     ndim: float = _UNKNOWN_NDIM
 
 
+class _Store(NamedTuple):
+    """A statement or call that stores, or may store, to the array of a parameter."""
+
+    parameters: frozenset[str]  # the array of one of these
+    source: Any  # the syntax tree of the statement or call, which may be in a called function
+    is_known: bool  # False if it is a call whose effect is unknown
+
+    @property
+    def kind(self) -> str:
+        if not self.is_known:
+            return "unknown"
+        return "exact" if len(self.parameters) == 1 else "ambiguous"
+
+
 def _forget_ndim(views: Iterable[_ArrayView]) -> set[_ArrayView]:
     return {_ArrayView(view.parameter) for view in views}
 
 
 def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
-
-
-class _Store(NamedTuple):
-    """A statement or call of a Warp function that stores, or may store, to the array of a parameter."""
-
-    kind: str  # "certain", "ambiguous" or "unknown"
-    text: str  # its source
 
 
 # -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
@@ -4471,8 +4505,7 @@ _BUILTINS_BY_EFFECT = {
     "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed".split(),
     "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
     "volume_sample_grad_index".split(),
-    "returns its argument": ["copy", "select", "where"],
-    "returns a view": ["array", "view"],
+    "returns a view": "array copy select view where".split(),
 }
 
 
@@ -4483,6 +4516,8 @@ def _effect(function: Any) -> str:
     """
     if isinstance(function, type):  # a vector or matrix type, which takes numbers
         return "reads"
+    if _is_warp_struct(function):  # its constructor
+        return "returns a view"
     if _is_warp_builtin(function):
         for effect, names in _BUILTINS_BY_EFFECT.items():
             if function.key in names:
@@ -4491,7 +4526,7 @@ def _effect(function: Any) -> str:
 
 
 def _is_warp_function(value: Any) -> bool:
-    return hasattr(value, "native_func")  # an attribute of `warp.Function`
+    return isinstance(value, sys.modules["warp._src.context"].Function)
 
 
 def _is_warp_builtin(value: Any) -> bool:
@@ -4499,7 +4534,7 @@ def _is_warp_builtin(value: Any) -> bool:
 
 
 def _is_warp_struct(value: Any) -> bool:
-    return hasattr(value, "vars")  # the fields, an attribute of what `@wp.struct` returns
+    return isinstance(value, sys.modules["warp._src.codegen"].Struct)  # the class of what `@wp.struct` returns
 
 
 def _called_function(node: ast.expr, captured: Mapping[str, Any]) -> Any:
@@ -4534,77 +4569,114 @@ def _user_overloads(function: Any) -> list:
     return list(dict.fromkeys(overloads))
 
 
-def _bind_call(function: Any, call: ast.Call) -> dict[str, ast.expr]:
-    """Return the arguments of a call, by parameter.
+def _is_reference(warp_type: Any) -> bool:
+    """Return whether a parameter takes a variable or an element, such as `x[i]`, by reference (Warp >= 1.19)."""
+    return type(warp_type).__name__ == "Reference"
 
-    If the call is one of another overload, a keyword may be no parameter of this function.
-    """
-    parameters = [parameter.arg for parameter in function.adj.tree.body[0].args.args]
-    return {**dict(zip(parameters, call.args)), **{str(x.arg): x.value for x in call.keywords}}
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _arguments_by_parameter(function: Any, call: ast.Call) -> dict[str, list[ast.expr]]:
+    """Return {parameter of a user's function: the arguments of a call that it may get}, without defaults."""
+    parameters = [parameter.label for parameter in function.adj.args]
+    if any(isinstance(argument, ast.Starred) for argument in call.args):  # of unknown length
+        return dict.fromkeys(parameters, _arguments(call))
+    arguments = {parameter: [argument] for parameter, argument in zip(parameters, call.args)}
+    return arguments | {str(x.arg): [x.value] for x in call.keywords}
 
 
 # -- 8.2 Views and stores ------------------------------------------------------------------------------
 
 
 class _StoreAnalysis:
-    """The stores of a Warp kernel, including those of the functions that it calls, to the arrays of its parameters."""
+    """The stores to the arrays of a Warp kernel, by the kernel and by the functions that it calls."""
 
     def __init__(self, kernel: Any) -> None:
-        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel, then of the functions that it calls
-        main = self.analysis_of(kernel)
+        # The analyses of the kernel, and of the user's functions that it calls, directly or indirectly.
+        self.functions: dict[Any, _FunctionAnalysis] = {}
+        pending = [kernel]
+        for function in pending:  # the list grows in this loop
+            if function not in self.functions:
+                self.functions[function] = analysis = _FunctionAnalysis(function, self.functions)
+                for callee in analysis.callees.values():
+                    pending += _user_overloads(callee)
         self._repeat_until_stable(_FunctionAnalysis.find_views)
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # whether a store is ambiguous depends on all views
-        self.stores = main.stores  # {parameter: its stores}
-        analyses = self.analyses.values()
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a kind depends on all views
+        self.stores: dict[str, _Store] = {}  # {parameter of the kernel: the store to its array that counts}
+        for store in sorted(self.functions[kernel].stores, key=lambda store: _STORE_KINDS.index(store.kind)):
+            for parameter in store.parameters:
+                self.stores.setdefault(parameter, store)
+        analyses = self.functions.values()  # they also have facts for section 10
         self.n_indices = max(x.n_indices for x in analyses)
         self.uses_tiles = any(x.uses_tiles for x in analyses)
         self.has_opaque_code = any(x.has_opaque_code for x in analyses)
 
-    def analysis_of(self, function: Any) -> _FunctionAnalysis:
-        """Return the analysis of a function.  A new one has no results yet."""
-        if function not in self.analyses:
-            self.analyses[function] = _FunctionAnalysis(function, self)
-        return self.analyses[function]
-
     def _repeat_until_stable(self, step: Callable[[_FunctionAnalysis], None]) -> None:
-        """Repeat a step for all functions until it adds no results, because each uses the results of others."""
-        n_before = -1
-        while n_before != (n_results := sum(x.n_results for x in self.analyses.values())):
-            n_before = n_results
-            for analysis in list(self.analyses.values()):
+        """Repeat a step for all functions until it adds no view or store, because each uses the results of others."""
+        n_before, n_results = -1, 0
+        while n_before != n_results:
+            n_before, n_results = n_results, 0
+            for analysis in self.functions.values():
                 step(analysis)
+                n_results += len(analysis.stores) + sum(map(len, analysis.views.values()))
 
 
 class _FunctionAnalysis:
-    """The views and stores of one Warp function.  Its parameters stand for the arrays that it may get."""
+    """The summary of one Warp function: its views and stores, in terms of its parameters.
 
-    def __init__(self, function: Any, kernel_analysis: _StoreAnalysis) -> None:
-        self.kernel_analysis = kernel_analysis
-        self.source = function.adj.source
+    Calls apply it to their arguments.  For example, `def tail(a): return a[1:]` returns a view of `a`, so `tail(x)` is
+    a view of `x`.
+    """
+
+    def __init__(self, function: Any, functions: Mapping[Any, _FunctionAnalysis]) -> None:
+        self.functions = functions  # the summaries of all functions, see `_StoreAnalysis`
         self.captured = _captured_variables(_py_func(function))
-        tree = function.adj.tree.body[0]
-        self.nodes = [node for statement in tree.body for node in ast.walk(statement)]  # without those of decorators
-        types_of_parameters = {arg.label: arg.type for arg in function.adj.args}
-        parameters = [parameter.arg for parameter in tree.args.args]
-        self.views: dict[str, set[_ArrayView]] = {}  # {variable: the arrays of which it may be a view}
-        for parameter in parameters:
-            self.views[parameter] = _views_of_parameter(parameter, types_of_parameters.get(parameter))
-        if "slice" in self.captured:
-            # A function that uses the name `slice` may have slice objects.  Then `y = x[s]` is a view, although it
-            # looks like an element.  So every ndim is unknown here.
-            self.views = {name: _forget_ndim(views) for name, views in self.views.items()}
-        self.returned: set[_ArrayView] = set()  # the arrays of which the returned value may be a view
-        self.stores: dict[str, list[_Store]] = {parameter: [] for parameter in parameters}
+        body = function.adj.tree.body[0].body
+        self.nodes = [node for statement in body for node in ast.walk(statement)]
+        # {variable, or `_RETURNED`: the arrays of which its value may be a view}
+        self.views: dict[str, set[_ArrayView]] = collections.defaultdict(set)
+        self.stores: list[_Store] = []
+        is_cpp = bool(getattr(function, "native_snippet", None))
+        has_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
+        for parameter in function.adj.args:
+            self._add_parameter(parameter.label, parameter.type, is_cpp)
+        self.callees: dict[ast.Call, Any] = {}  # {call: the called function, or None}
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
         self.uses_tiles = False
-        # Whether it calls C++ code, a function with an adjoint of the user, or a function that it gets as an argument.
-        self.has_opaque_code = False
+        # Whether it is C++ code, has an adjoint of the user, or calls a function that it gets as an argument.
+        self.has_opaque_code = is_cpp or bool(has_adjoint)
+        self._find_callees()
 
-    @property
-    def n_results(self) -> int:
-        """The number of views and stores that were found.  Each function adds 1, so a new one changes the total."""
-        results = [*self.views.values(), *self.stores.values(), self.returned]
-        return 1 + sum(map(len, results))
+    def _add_parameter(self, name: str, warp_type: Any, is_cpp: bool) -> None:
+        """Add the views and stores that a parameter has before any statement is interpreted."""
+        if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix, such as wp.vec3
+            return
+        # With a slice `s`, `y = x[s]` is a view, although it looks like an element.
+        ndim = _UNKNOWN_NDIM if "slice" in self.captured else getattr(warp_type, "ndim", _UNKNOWN_NDIM)
+        self.views[name] = {_ArrayView(name, ndim)}
+        if is_cpp:  # the returned value may be a view of any parameter
+            self.views[_RETURNED].add(_ArrayView(name))
+        if is_cpp or _is_reference(warp_type):  # stores to references, such as `r = 1.0`, are not looked for
+            self._add_store(self.views[name], None, is_known=False)
+
+    def _find_callees(self) -> None:
+        """Find the called functions, and set the attributes that depend on them."""
+        n_targets = {}  # {value: the number of variables to which it is assigned, if there are several}
+        for node in self.nodes:  # statements come before their parts
+            match node:
+                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                    n_targets[value] = len(targets)
+                case ast.Call():
+                    callee = _called_function(node.func, self.captured)
+                    self.callees[node] = callee
+                    if callee is None and isinstance(node.func, ast.Name):  # a parameter (Warp >= 1.19)
+                        self.has_opaque_code = True
+                    if _is_warp_builtin(callee):
+                        self.uses_tiles |= callee.key.startswith(("tile", "untile"))
+                        if callee.key == "tid":
+                            self.n_indices = max(self.n_indices, n_targets.get(node, 1))
 
     # -- views --
 
@@ -4612,23 +4684,16 @@ class _FunctionAnalysis:
         """Add the arrays of which each variable, and the returned value, may be a view."""
         for node in self.nodes:
             match node:
-                case ast.Assign(targets=targets, value=value):
-                    for target in targets:
-                        self._assign(target, self._views_of(value))
-                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                case ast.Assign(targets=[target], value=value):
                     self._assign(target, self._views_of(value))
-                case ast.For(target=target, iter=iterated):  # each item is like `iterated[0]`
-                    self._assign(target, self._views_of(ast.Subscript(iterated, ast.Constant(0))))
                 case ast.Return(value=ast.expr() as value):
-                    self.returned |= self._views_of(value)
-                case ast.Call():
-                    self._views_of(node)  # adds the called function to the analysis of the kernel
+                    self.views[_RETURNED] |= self._views_of(value)
 
     def _assign(self, target: ast.expr, views: set[_ArrayView]) -> None:
         """Add views to the variables in a target.  An element of an array is not a variable."""
         match target:
             case ast.Name(id=name):
-                self.views[name] = self.views.get(name, set()) | views
+                self.views[name] |= views
             case ast.Tuple(elts=parts):
                 for part in parts:
                     self._assign(part, _forget_ndim(views))
@@ -4639,7 +4704,7 @@ class _FunctionAnalysis:
         """Return the arrays of which the value of an expression may be a view."""
         match node:
             case ast.Name(id=name):
-                return self.views.get(name, set())
+                return self.views[name]
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
                 n_removed = sum(map(_removes_dimension, indices))
@@ -4648,143 +4713,82 @@ class _FunctionAnalysis:
                 return {view._replace(ndim=view.ndim - n_removed) for view in views if view.ndim > n_removed}
             case ast.Attribute(value=owner, attr=name):
                 return set() if name in _ARRAY_METADATA else _forget_ndim(self._views_of(owner))
+            case ast.Tuple(elts=parts):
+                return self._views_of_any(parts)
+            case ast.IfExp(body=first, orelse=second):
+                return self._views_of_any([first, second])
             case ast.Call():
                 return self._views_of_result(node)
-            # Numbers, vectors or matrices.  `*x[0:3]` passes the elements, and Warp allows no other use of `*`.
-            case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant() | ast.Starred():
-                return set()
-        return _forget_ndim(self._views_of_parts(node))  # a tuple, for example
+        return set()  # other expressions are numbers, vectors or matrices
 
-    def _views_of_parts(self, node: ast.expr) -> set[_ArrayView]:
-        """Return the arrays of which a part of an expression, or an argument of a call, may be a view."""
-        children = [x.value if isinstance(x, ast.keyword) else x for x in ast.iter_child_nodes(node)]
-        return _union(self._views_of(child) for child in children if isinstance(child, ast.expr))
+    def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_ArrayView]:
+        """Return the arrays of which one of several values may be a view."""
+        return _forget_ndim(_union(map(self._views_of, nodes)))
 
     def _views_of_result(self, call: ast.Call) -> set[_ArrayView]:
         """Return the arrays of which the result of a call may be a view."""
-        arguments = self._views_of_parts(call)
-        function = _called_function(call.func, self.captured)
-        if overloads := _user_overloads(function):
-            return _union(self._views_returned_by(overload, call) for overload in overloads)
-        if _is_warp_struct(function):
-            return _forget_ndim(arguments)
-        match _effect(function):
-            case "reads" | "stores to its first argument":
-                return set()
-            case "returns its argument":
-                return arguments
-            case _:  # "returns a view" or "may do anything"
-                return _forget_ndim(arguments)
-
-    def _views_returned_by(self, function: Any, call: ast.Call) -> set[_ArrayView]:
-        """Return the arrays of which the result of a user's function may be a view."""
-        analysis = self._analysis_of_call(function, call)
-        if analysis is None:
-            return _forget_ndim(self._views_of_parts(call))
-        arguments = _bind_call(function, call)
+        overloads = _user_overloads(self.callees[call])
+        if not overloads:
+            has_views = _effect(self.callees[call]) in ("returns a view", "may do anything")
+            return self._views_of_any(_arguments(call)) if has_views else set()
         views = set()
-        for returned in analysis.returned:
-            if returned.parameter in arguments:  # otherwise its default is used
-                for view in self._views_of(arguments[returned.parameter]):
+        for overload in overloads:
+            for returned in self.functions[overload].views[_RETURNED]:
+                for view in self._views_of_argument(overload, returned.parameter, call):
                     views.add(view._replace(ndim=returned.ndim))
         return views
 
-    def _analysis_of_call(self, function: Any, call: ast.Call) -> _FunctionAnalysis | None:
-        """Return the analysis of a called function.  Return None for C++ code, and if a call or function has a `*`."""
-        has_stars = any(isinstance(argument, ast.Starred) for argument in call.args)
-        if has_stars or function.adj.tree.body[0].args.vararg or getattr(function, "native_snippet", None):
-            return None
-        return self.kernel_analysis.analysis_of(function)
+    def _views_of_argument(self, function: Any, parameter: str, call: ast.Call) -> set[_ArrayView]:
+        """Return the arrays to which a called function has access through a parameter."""
+        arguments = _arguments_by_parameter(function, call).get(parameter, ())
+        # An element, such as `x[i]`, is not a view.  But its reference gives access to the array.
+        is_reference = _is_reference(function.input_types.get(parameter))
+        return _union(map(self._arrays_of_element if is_reference else self._views_of, arguments))
 
     # -- stores --
 
     def find_stores(self) -> None:
-        """Add the stores to the arrays of the parameters, and what this function does besides."""
-        n_targets_of_call = {}  # {call: the number of variables to which its result is assigned}
-        for node in self.nodes:  # statements come before their parts
+        """Add the stores to the arrays of the parameters."""
+        for node in self.nodes:
             match node:
-                case ast.Assign(targets=targets, value=value):
-                    for target in targets:
-                        parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                        n_targets_of_call[value] = len(parts)
-                        for part in parts:
-                            self._record_store(self._stored_views(part), "certain", node)
-                case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                    self._record_store(self._stored_views(target), "certain", node)
+                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+                    self._add_store(self._arrays_of_element(target), node)
                 case ast.Call():
-                    self._find_stores_of_call(node, n_targets_of_call.get(node, 1))
+                    self._find_stores_of_call(node)
 
-    def _record_store(self, views: set[_ArrayView], kind: str, source: ast.AST | str) -> None:
-        """Add a store to the arrays of these views.  If there are several, a certain store becomes an ambiguous one.
+    def _add_store(self, views: Iterable[_ArrayView], source: ast.AST | None, is_known: bool = True) -> None:
+        """Add a store to one of the arrays of these views.  If `source` is None, it is each call of this function."""
+        store = _Store(frozenset(view.parameter for view in views), source, is_known)
+        if store.parameters and store not in self.stores:
+            self.stores.append(store)
 
-        `source` is the statement or call that stores, or its text.
-        """
-        if isinstance(source, ast.AST):
-            source = " ".join((ast.get_source_segment(self.source, source) or "").split())
-        parameters = {view.parameter for view in views}
-        if kind == "certain" and len(parameters) > 1:
-            kind = "ambiguous"
-        store = _Store(kind, source)
-        for parameter in parameters:
-            if store not in self.stores[parameter]:
-                self.stores[parameter].append(store)
+    def _arrays_of_element(self, target: ast.expr) -> set[_ArrayView]:
+        """Return the arrays to which an assignment to a target may store.
 
-    def _stored_views(self, target: ast.expr) -> set[_ArrayView]:
-        """Return the arrays to which an assignment to a target stores.
-
-        It stores to an element of an array, as in `x[i] = 1.0`, or to a component of an element, as in `x[i][0] = 1.0`
-        and `x[i].y = 1.0`.  An assignment to a variable, or to a field of a struct, stores to no array.
+        It stores to an array if the target is an element, such as `x[i]`, or a component of an element, such as
+        `x[i][0]` and `x[i].y`, but not if it is a variable or a field of a struct.
         """
         match target:
             case ast.Subscript(value=owner):
-                return self._views_of(owner) or self._stored_views(owner)
+                return self._views_of(owner) | self._arrays_of_element(owner)
             case ast.Attribute(value=owner):
-                return self._stored_views(owner)
+                return self._arrays_of_element(owner)
         return set()
 
-    def _find_stores_of_call(self, call: ast.Call, n_assigned: int) -> None:
-        """Add the stores of a call, whose result is assigned to `n_assigned` variables."""
-        function = _called_function(call.func, self.captured)
-        if overloads := _user_overloads(function):
-            for overload in overloads:
-                self._find_stores_of_function(overload, call)
-            return
-        if _is_warp_struct(function):  # its constructor
-            return
-        if function is None and isinstance(call.func, ast.Name):  # a parameter that takes a function (Warp >= 1.19)
-            self.has_opaque_code = True
-        if _is_warp_builtin(function):
-            self.uses_tiles |= function.key.startswith(("tile", "untile"))
-            if function.key == "tid":
-                self.n_indices = max(self.n_indices, n_assigned)
-        match _effect(function):
-            case "stores to its first argument":
-                # With keywords only, any of them may be the first parameter.
-                views = self._views_of(call.args[0]) if call.args else self._views_of_parts(call)
-                self._record_store(views, "certain", call)
-            case "may do anything":
-                self._record_store(self._views_of_parts(call), "unknown", call)
-
-    def _find_stores_of_function(self, function: Any, call: ast.Call) -> None:
-        """Add the stores of a user's function to the arguments of a call."""
-        analysis = self._analysis_of_call(function, call)
-        has_own_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        self.has_opaque_code |= analysis is None or bool(has_own_adjoint)
-        if analysis is None:
-            self._record_store(self._views_of_parts(call), "unknown", call)
-            return
-        for parameter, argument in _bind_call(function, call).items():
-            for store in list(analysis.stores.get(parameter, ())):
-                self._record_store(self._views_of(argument), store.kind, store.text)
-            if type(function.input_types.get(parameter)).__name__ == "Reference":  # Warp >= 1.19: `x[i]` by reference
-                self._record_store(self._stored_views(argument), "unknown", call)
-
-
-def _views_of_parameter(name: str, warp_type: Any) -> set[_ArrayView]:
-    """Return the view of a parameter of this type; the empty set if it takes a number, vector or matrix."""
-    if isinstance(warp_type, (type, TypeVar)) and warp_type is not Any:  # such as wp.float32 and wp.vec3
-        return set()
-    return {_ArrayView(name, getattr(warp_type, "ndim", _UNKNOWN_NDIM))}
+    def _find_stores_of_call(self, call: ast.Call) -> None:
+        """Add the stores of the called function to the arguments of a call."""
+        overloads = _user_overloads(self.callees[call])
+        for overload in overloads:
+            # A copy of the list, because an overload that calls another one is also analyzed as if it calls itself.
+            for store in list(self.functions[overload].stores):
+                views = _union(self._views_of_argument(overload, name, call) for name in store.parameters)
+                self._add_store(views, store.source or call, store.is_known)
+        effect = "" if overloads else _effect(self.callees[call])
+        if effect == "stores to its first argument":
+            # With keywords only, any of them may be the first parameter.
+            self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
+        elif effect == "may do anything":
+            self._add_store(self._views_of_any(_arguments(call)), call, is_known=False)
 
 
 def _removes_dimension(index: ast.expr) -> bool:
@@ -4798,23 +4802,29 @@ def _removes_dimension(index: ast.expr) -> bool:
 
 
 def _check_stores(
-    wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, Sequence[_Store]], buffer_of: Mapping[str, int]
+    wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, _Store], buffer_of: Mapping[str, int]
 ) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    `stores` are the stores of the kernel, by parameter.  `buffer_of` is {array parameter: the index of its buffer}:
-    first inputs, then outputs, then scratch.  An in-out argument has the index of its output.  An input with only
-    ambiguous stores has the index of its copy, so it is not an input here.
+    `stores` is as in `_StoreAnalysis`.  `buffer_of` is {array parameter: the index of its buffer}: first inputs, then
+    outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous stores has the
+    index of its copy, so it is not an input here.
     """
-    aliased = {i for i, _ in call.aliases}
-    for name, buffer in buffer_of.items():
-        if stores[name] and buffer < len(call.ins) and buffer not in aliased:
-            certain = [store for store in stores[name] if store.kind == "certain"]
-            verb = "writes" if certain else "may write"
-            shown = (certain or stores[name])[0].text
-            raise _read_only_input_error(f"{wrapper.title} {verb}", [name], f" (`{shown:.80}`)")
+    # An aliased input has the same memory as its output, so the kernel may store to it.
+    read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
+    for name, store in stores.items():
+        if buffer_of.get(name) not in read_only:
+            continue
+        source = f"`{ast.unparse(store.source):.80}`"
+        if store.is_known:
+            raise _read_only_input_error(f"{wrapper.title} writes", [name], f" ({source})")
+        fix_if_read = (
+            f" If {source} only reads {name!r}, list it, too, with its spec in front of `outs`, and drop the first "
+            f"result: `_, *results = {wrapper.__name__}(...)`."
+        )
+        raise _read_only_input_error(f"{wrapper.title} may write", [name], f" ({source})", fix_if_read)
     if wrapper.options.zero_outputs is None:  # True and False allow an output that is never stored to
-        stored = {buffer for name, buffer in buffer_of.items() if stores[name]}
+        stored = {buffer for name, buffer in buffer_of.items() if name in stores}
         _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, "i")
 
 
@@ -6260,11 +6270,8 @@ class _WarpKernel(_Wrapper):
     def _inputs_to_copy(self, n_in: int) -> list[int]:
         """Return the inputs to which the kernel has only ambiguous stores (section 8)."""
         stores = _warp_store_analysis(self.kernel).stores
-        copied = []
-        for i, name in enumerate(self.parameters[:n_in]):
-            if {store.kind for store in stores[name]} == {"ambiguous"}:
-                copied.append(i)
-        return copied
+        ambiguous = {name for name, store in stores.items() if store.kind == "ambiguous"}
+        return [i for i, name in enumerate(self.parameters[:n_in]) if name in ambiguous]
 
     def _find_target(self, call: _CallParams) -> _Target:
         """Check the arrays of a call, and return its target.
@@ -6426,7 +6433,7 @@ class _WarpKernel(_Wrapper):
         n_in = len(args)
         names = self.parameters
         analysis = _warp_store_analysis(self.kernel)
-        stored = {name for name, stores in analysis.stores.items() if stores or analysis.has_opaque_code}
+        stored = names if analysis.has_opaque_code else analysis.stores
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
@@ -7424,11 +7431,10 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
     float_indices = _float_indices([params[name] for name in arrays])
     without_gradient = params.keys() - {arrays[i] for i in float_indices}
     analysis = _warp_store_analysis(kernel)
-    outputs = {name for name in params if analysis.stores[name]}
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
-    found = _StaleValues(kernel, without_gradient, outputs, max_unroll).found
-    _, *helpers = analysis.analyses  # the first one is the kernel
+    found = _StaleValues(kernel, without_gradient, analysis.stores, max_unroll).found
+    _, *helpers = analysis.functions  # the first one is the kernel
     for helper in helpers:  # any parameter of a helper may have a gradient
         found |= _StaleValues(helper, (), (), max_unroll).found
     for (file, line), (problem, advice) in found.items():
