@@ -2610,6 +2610,13 @@ def test_fakecuda_nested_batch_launches(fake_cuda, package_cuda, grid, sizes, ex
     np.testing.assert_array_equal(offsets, 4 * np.array(list(expected)))
 
 
+def test_fakecuda_error_of_batch_launch_has_its_grid(fake_cuda, package_cuda):
+    call = jax.vmap(new_cuda_wrapper(package_cuda))
+    fake_cuda.fail("cuLaunchKernel")
+    with pytest.raises(RUNTIME_ERRORS, match=r"from a launch with grid=\(1, 1, 3\), block=\(1, 1, 1\)"):
+        run_for_cuda(call, jnp.ones((3, 2)))
+
+
 @pytest.mark.parametrize("function, text, n_launches", [
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY", 0),
     ("cuMemsetD8Async", "cuMemsetD8Async could not initialize an output of kernel 'kernel'. If a kernel has", 0),
@@ -2695,6 +2702,7 @@ class CacheableKernels:
         cuda.syncthreads()
         if i < out.shape[0]:
             out[i] = square(x, i)  # noqa: F821
+            print(i)
 
     def square(x, i):
         tile = cuda.shared.array(8, "float32")
@@ -2825,6 +2833,8 @@ def test_on_cuda_helper_with_signature_may_read_input():
     call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=8, scalars=["n"])
     batch = sample(2, 5)
     check_close(jax.vmap(call, (0, None))(batch, 5), 2 * batch)
+    call = xk.numba_cuda_callable(lambda x, out, stream: kernel[1, 8, stream](x, 5, out), like_first)
+    check_close(call(batch[0]), 2 * batch[0])
 
 
 CALLABLE_WRITES = {  # statements of a callable
@@ -5355,6 +5365,10 @@ CUDA_MISTAKES = [
      lambda: trace_cuda(launch_dims=(1, 65535 * 16 + 1))),
     (TypeError, f"launch_dims of (float32[4]) raised .*{NO_VALUES}", lambda: trace_cuda(launch_dims=lambda x: x.sum())),
     (ValueError, "1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
+    (ValueError, "got grid and block and threads_per_block. Pass",
+     lambda: trace_cuda(grid=1, block=64, threads_per_block=64)),
+    (ValueError, "got threads_per_block=64 and launch_dims=(3, 4). Pass grid=(x, y), block",
+     lambda: trace_cuda(launch_dims=lambda x: (3, 4), threads_per_block=64)),
     (ValueError, "shared_mem must be an int from 0 .*; got -1", lambda: trace_cuda(launch_dims=1, shared_mem=-1)),
     (TypeError, "output 0 is bfloat16[3], .*Cast it, .*f(x.astype(jnp.float32)).astype(x.dtype)",
      lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
@@ -5363,9 +5377,10 @@ CUDA_MISTAKES = [
     (TypeError, "(x, out, stream).*passes (float32[3], ", lambda: trace_callable(callable_from_body("pass"))),
     (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
      lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
-    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2 values.",
-     lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
-    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2 values.",
+    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
+    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2",
+     lambda: trace_cuda(cuda_kernel_from_body("out[cuda.grid(ndim=2)] = 1"), launch_dims=3)),
+    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2",
      lambda: trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)),
 ]  # fmt: skip
 

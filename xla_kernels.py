@@ -829,15 +829,15 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
-# A thread that holds a lock of section 9 (`_CudaBatch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks of
-# `_native_lock_address` are acquired only by machine code, which runs slices.
+# A thread that holds a lock of section 9 (`_CudaBatchLaunch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
+# of `_native_lock_address` are acquired only by machine code, which runs slices.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
 #
 #     object               lives                                  kept alive by
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
 #     kernel               as long as its wrappers                its wrappers; `_WarpTarget`
-#     Numba CUDA kernel    forever, once it is registered         `_CudaBatch`, which compiles it for batch launches
+#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
 #     captured values      forever, if kernels may share them     the keys of `_TargetRegistry.shared_names`
 #     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
@@ -851,7 +851,7 @@ class _CompiledHandler(NamedTuple):
     address: int
     keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
     data: Any = None  # the handler's `_HandlerData`
-    batch_launch: _CudaBatch | None = None  # Numba CUDA on a GPU: compiles the kernel for batch launches
+    batch_launch: _CudaBatchLaunch | None = None  # Numba CUDA on a GPU: compiles the kernel for batch launches
 
 
 def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
@@ -2212,27 +2212,16 @@ def _check_outputs_are_stored(
       return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
     """
     n_in = len(call.ins)
-<<<<<<< HEAD
     input_of = {n_in + j: i for i, j in call.aliases}  # {the buffer of an output: the input that it is aliased to}
-=======
-    aliased_input = {n_in + output: i for i, output in call.aliases}  # by the buffer of the output, in the same memory
->>>>>>> h-s8
     for name, buffer in buffer_of.items():
         is_output = n_in <= buffer < n_in + len(call.outs)
         is_stored = buffer in stored or input_of.get(buffer) in stored
         if is_stored or not is_output:
             continue
-<<<<<<< HEAD
         # An in-out argument has one parameter.  With input_output_aliases, the input has a parameter of its own.
         is_in_out = buffer in input_of and input_of[buffer] not in buffer_of.values()
         kind, unstored = ("in-out argument", "keeps its old values") if is_in_out else ("output", "consists of zeros")
         shown_index = index if call.buffers[buffer].shape else "()"
-=======
-        # An in-out argument is one parameter.  In other aliases, the input has a parameter, too.
-        is_in_out = buffer in aliased_input and aliased_input[buffer] not in buffer_of.values()
-        kind = "in-out argument" if is_in_out else "output"
-        store = f"{name}[{index if call.buffers[buffer].shape else '()'}] = ..."
->>>>>>> h-s8
         alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
         raise TypeError(
             f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
@@ -4837,17 +4826,22 @@ def _check_stores(
 # handler that launches it.  Section 6 calls `_load_stream` and `_load_stream_and_device` of 9.3, for outputs and for
 # Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
-# What a new version of these packages may break:
-# - With an error: `compile`, `targetoptions`, `py_func` and `_can_compile` of dispatchers; `_codelibrary` and
-#   `entry_name`, or `ptx` and `metadata`, of compiled kernels; `type_annotation.calltypes` and `.typemap` of these;
-#   `cuda.gpus`, `from_cuda_array_interface`, `external_stream`; `_numba_type_` of device arrays; `FakeCUDAArray` of the
-#   simulator; `ir_utils.find_callname` and `.find_const` of Numba.
-# - Silently: the layout of parameters, launches that need more than cuLaunchKernel (`check_launch`), the PTX of code
-#   that depends on z (`_PTX_MAY_DEPEND_ON_Z`), whether compiled code keeps arrays alive, and whether XLA makes the
-#   context of the call's device current.  Run the tests named test_fakecuda before a version counts as supported.
+# If a new version of these packages changes one of these undocumented parts, there is an error:
+#
+#     dispatchers         `compile`, `overloads`, `targetoptions`, `py_func`, `_can_compile`
+#     compiled kernels    `type_annotation`; `_codelibrary` and `entry_name`, or `ptx` and `metadata`
+#     `cuda`              `gpus`, `from_cuda_array_interface`, `external_stream`, `_numba_type_` of device arrays
+#     others              `FakeCUDAArray` of the simulator; `ir_utils.find_callname` and `.find_const` of Numba
+#
+# If one of these changes, there may be no error.  Run the tests named test_fakecuda before a version is supported.
+#
+# - the layout of parameters, and launches that need more than cuLaunchKernel (`check_launch`)
+# - the PTX of code that depends on z (`_PTX_MAY_DEPEND_ON_Z`)
+# - whether compiled code keeps arrays alive, and whether XLA makes the context of the call's device current
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_BLOCKS = {2: (16, 16, 1), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
+_CUDA_THREADS_PER_BLOCK = 256  # the default, for launch_dims of one dimension
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_MAX_THREADS = 1024  # in a block
 _CUDA_LIMIT_FIXES = {
@@ -4875,7 +4869,7 @@ def numba_cuda_kernel(
     grid: Any = None,
     block: Any = None,
     launch_dims: Any = None,
-    threads_per_block: int = 256,
+    threads_per_block: int = _CUDA_THREADS_PER_BLOCK,
     shared_mem: int = 0,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
@@ -4895,8 +4889,8 @@ def numba_cuda_kernel(
     Inputs are read-only.  Machine code launches the kernel on XLA's stream, without Python and the GIL.  XLA may
     capture the launch in a CUDA graph.  Without a GPU, a program can still be lowered for CUDA and exported.
 
-    `vmap` launches the kernel once for up to 65,535 batch elements.  Each element has its own z index of the grid, so a
-    block must not wait for a block with another z.  In these cases there is a launch per batch element, in order:
+    `vmap` launches the kernel once for up to 65,535 batch elements.  Each element has its own z index of the grid, and
+    the elements run in any order.  In these cases there is a launch per batch element, in order:
 
     - `vmap_method="sequential"`;
     - a grid with several blocks along z;
@@ -4924,14 +4918,15 @@ def numba_cuda_kernel(
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs, name:
         See `numba_kernel`.
       grid: The number of blocks: an int or a tuple of up to three ints (x, y, z), not a function.  Requires `block`.
-        For a grid that depends on shapes, use `launch_dims`, or create the wrapper inside the function that calls it.
+        For a grid that depends on shapes, use `launch_dims`, or create the wrapper inside the function that calls it:
+        the wrappers of a kernel share its compiled code.
       block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
       launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
         specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
         must check indices (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]`
         with `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
-      threads_per_block: The block size for one-dimensional `launch_dims`, an int.  Default 256.  For two dimensions
-        the block is 16x16, for three 8x8x4.
+      threads_per_block: The block size, an int, only for one-dimensional `launch_dims`.  Default 256.  For two
+        dimensions the block is 16x16, for three 8x8x4.
       shared_mem: The bytes of dynamic shared memory, an int.  Default 0.  The device's opt-in maximum is allowed.
 
     Returns:
@@ -4940,8 +4935,8 @@ def numba_cuda_kernel(
     Raises:
       TypeError: See `numba_kernel`.  Also if a launch takes more than one call of CUDA's driver (`debug=True`,
         cooperative kernels).  Use `numba_cuda_callable` for these.
-      ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, or if
-        they exceed CUDA's limits (1,024 threads in a block).
+      ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, if they
+        exceed CUDA's limits (1,024 threads in a block), or if `threads_per_block` is given but not used.
       NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
       jax.errors.JaxRuntimeError: If a launch fails.  The text has CUDA's error, and the limit that was exceeded.
 
@@ -4988,11 +4983,11 @@ def numba_cuda_callable(
     Inputs are read-only device arrays, unless an output is aliased to them.  The launch of a kernel that assigns to an
     element of an input raises an error.  These stores are not noticed:
 
-    - atomics and stores with cache hints;
+    - atomics and stores with cache hints, and stores to the results of `x.squeeze()` and `x.split(n)`;
     - stores of a kernel with explicit signatures, or of one that numba-cuda-mlir has already compiled for writable
       arrays;
-    - all stores, if a helper of a referenced kernel has explicit signatures for arrays: numba-cuda passes only writable
-      arrays to such helpers, so the check is off.
+    - all stores, if a helper of a referenced kernel has explicit signatures: numba-cuda passes only writable arrays to
+      such helpers, so the check is off.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
     element.  Without a GPU, a program can still be lowered for CUDA.
@@ -5001,7 +4996,7 @@ def numba_cuda_callable(
       func: A Python function or method.  The arrays and the stream belong to the CUDA package (`numba.cuda` or
         `numba_cuda_mlir`) whose kernel or module `cuda` is referenced by `func`, as a global, closure variable or
         default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Create the
-        wrapper once, because a new handler is compiled for each new function object.
+        wrapper once: each wrapper compiles a handler, which keeps the function and its captured values alive forever.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -5105,14 +5100,14 @@ def _dim3(name: str, value: Any, origin: str = "") -> tuple[int, int, int]:
     return xyz
 
 
-def _check_n_indices(title: str, launch: str, n_dims: int, n_indices: int, index_function: str) -> None:
+def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, index_function: str) -> None:
     """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
 
     With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
     """
     if n_dims != n_indices:
         raise ValueError(
-            f"launch_dims needs one number for each index of a thread. {title}: {launch} has "
+            f"launch_dims needs one number for each index of a thread. {title}: {launch_text} has "
             f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}."
         )
 
@@ -5131,7 +5126,8 @@ def _n_cuda_grid_indices(kernel: Any) -> int:
             for call in block.find_exprs("call"):
                 name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
                 if name == "grid" and _is_library_module(str(module)):
-                    n_indices.append(ir_utils.guard(ir_utils.find_const, numba_ir, call.args[0]) or 0)
+                    for size in (*call.args, *dict(call.kws).values()):
+                        n_indices.append(ir_utils.guard(ir_utils.find_const, numba_ir, size) or 0)
     return max(n_indices)
 
 
@@ -5148,9 +5144,11 @@ class _CudaOptions(_Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
-        if given not in (["grid", "block"], ["launch_dims"]):
+        if self.threads_per_block != _CUDA_THREADS_PER_BLOCK:
+            given.append("threads_per_block")
+        if given not in (["grid", "block"], ["launch_dims"], ["launch_dims", "threads_per_block"]):
             raise ValueError(
-                "A launch takes either both grid and block, or launch_dims; got "
+                "A launch takes either both grid and block, or launch_dims and perhaps threads_per_block; got "
                 f"{' and '.join(given) or 'none of them'}. Pass launch_dims=lambda x: x.size, or grid=n_blocks, "
                 "block=256."
             )
@@ -5160,7 +5158,7 @@ class _CudaOptions(_Options):
 
 
 class _CudaWrapper(_NumbaWrapper):
-    """The wrapper of a Numba CUDA kernel or of a callable."""
+    """A wrapper of a Numba CUDA kernel (`_CudaKernel`), or of a function that launches kernels (`_CudaCallable`)."""
 
     def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
         """Return the results of the call as a list, after moving aliased operands to the memory of the device."""
@@ -5168,29 +5166,34 @@ class _CudaWrapper(_NumbaWrapper):
         call = self._call_params(ins, outs)
         for i, _ in call.aliases:
             if jax.typeof(args[i]).memory_space == jax.memory.Space.Host:
-                # XLA cannot compile an alias between host and device memory (E1200, jax 0.11.2).
+                # XLA does not compile aliases between host and device memory (jax 0.11.2): "E1200:
+                # CompileTimeHostOffloadOutputLocationMismatch".
                 operands[i] = jax.device_put(args[i], jax.memory.Space.Device)
         return call.bind(operands)
 
-    def _find_cuda_target(
-        self, package: _CudaPackage, call: _CallParams, compile_handler: Callable, freezes_globals: bool, *key: Any
-    ) -> _Target:
-        """Return the target of a call.
-
-        Args:
-          package: the package of the kernels.
-          call: the call, without a target.
-          compile_handler: compiles the handler of a `_Signature`, or returns None if this process only lowers programs.
-          freezes_globals: whether the handler contains the values of globals, instead of reading them in each call.
-          key: all that determines the result of `compile_handler`, besides the kernel and the signature.
-        """
-        _import("numba", self.decorator, _CUDA_INSTALL)  # raises an error that says what to install
+    def _checked_signature(self, call: _CallParams) -> _Signature:
+        """Return the signature of a call.  Raise an error if Numba is missing, or has no arrays of a dtype."""
+        _import("numba", self.decorator, _CUDA_INSTALL)
         self._check_dtypes(call, _CUDA_DTYPES, why_not="that Numba CUDA has no arrays of")
-        signature = call.signature(self.__name__)
-        cache_key = "cuda", package.module, *key
-        specialization = _Specialization(signature, cache_key, package.platform, self.options.name)
-        compile_this_handler = functools.partial(compile_handler, signature)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_this_handler, freezes_globals)
+        return call.signature(self.__name__)
+
+    def _target(
+        self,
+        package: _CudaPackage,
+        signature: _Signature,
+        compile_handler: _CompileHandlerFunction,
+        *,
+        freezes_globals: bool,
+        key: tuple = (),
+    ) -> _Target:
+        """Return the target of a call with this signature.  If it is new, compile and register its handler.
+
+        `freezes_globals` says whether the handler contains the values of globals, instead of reading them in each call.
+        `key` has all that determines the handler, besides the kernel and the signature.
+        """
+        options = "cuda", package.module, *key
+        specialization = _Specialization(signature, options, package.platform, self.options.name)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
         return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
@@ -5216,31 +5219,33 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
+        signature = self._checked_signature(call)
         config = self._launch_config(call.ins, checks_indices=True)
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
 
-        def compile_handler(signature: _Signature) -> _CompiledHandler | None:
-            only_read = _find_only_read(self.kernel)
+        def compile_handler() -> _CompiledHandler | None:
+            # Numba's IR proves that a kernel does not write to most of its inputs.  For the others, the package checks
+            # the types that Numba infers, when it compiles the kernel.
+            only_read = _find_only_read(self.kernel)  # parameters and globals
             handler = None
             if package.runs_here:
-                maybe_written = _unproven_inputs(only_read, argument_map, signature)
-                names = argument_map.names_of(maybe_written, self.parameters)
-                handler = package.compile_handler(self.kernel, argument_map, signature, in_order, names)
+                unproven = argument_map.names_of(_unproven_inputs(only_read, argument_map, signature), self.parameters)
+                handler = package.compile_kernel_and_handler(self.kernel, argument_map, signature, in_order, unproven)
             if checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
                 stored = argument_map.maybe_written(only_read)
-                _check_outputs_are_stored(self.title, buffer_of, stored, call, "i")
+                _check_outputs_are_stored(self.title, buffer_of, stored, call, index="i")
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
         key = argument_map, in_order, checks_outputs
-        target = self._find_cuda_target(package, call, compile_handler, freezes_globals, *key)
+        target = self._target(package, signature, compile_handler, freezes_globals=freezes_globals, key=key)
         target = dataclasses.replace(target, launch=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
-            # A program that another process has exported finds this target by its name.  If it contains a batch, this
-            # process never lowers the batch, so compile the batch launch now.
+            # A program that another process has exported finds this target by its name.  This process does not lower
+            # the program, so compile the batch launch now.  This does nothing without a GPU, or if it was done before.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
@@ -5255,24 +5260,16 @@ class _CudaKernel(_CudaWrapper):
             return _LaunchConfig(*_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem)
         threads = _dim3("launch_dims", dims)
         n_dims = np.size(dims)  # 1 for an int
+        if n_dims > 1 and options.threads_per_block != _CUDA_THREADS_PER_BLOCK:
+            raise ValueError(
+                "threads_per_block is for launch_dims of one dimension; got threads_per_block="
+                f"{options.threads_per_block} and launch_dims={dims}. Pass grid=(x, y), block=(x, y) instead."
+            )
         if checks_indices and (n_indices := _n_cuda_grid_indices(self.kernel)):
             _check_n_indices(self.title, f"launch_dims={dims}", n_dims, n_indices, "cuda.grid")
         block: tuple[int, int, int] = _CUDA_BLOCKS.get(n_dims, (options.threads_per_block, 1, 1))
         grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return _LaunchConfig(*_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem)
-
-
-def _has_helper_for_writable_arrays(function: Any) -> bool:
-    """Return whether a kernel, or one that a callable captures, has a helper with explicit signatures for arrays.
-
-    In numba-cuda 0.30.4, such a helper rejects read-only arrays.  (A kernel with explicit signatures accepts them, and
-    then writes to them.)
-    """
-    for helper in _kernel_and_helpers(function):
-        is_device_function = getattr(helper, "targetoptions", {}).get("device")
-        if is_device_function and not helper._can_compile and "Array(" in str([*helper.overloads]):
-            return True
-    return False
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5289,20 +5286,22 @@ class _CudaCallable(_CudaWrapper):
     def _find_target(self, call: _CallParams) -> _Target:
         function = getattr(self.kernel, "__func__", self.kernel)  # of a method
         package = _callable_package(function)
+        signature = self._checked_signature(call)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.buffers, "a stream"])
-        aliased = dict(call.aliases)
-        read_only = frozenset(range(len(call.ins))).difference(aliased)
-        if _has_helper_for_writable_arrays(function):
-            read_only = frozenset()  # a launch with read-only arrays would fail
+        read_only = frozenset(range(len(call.ins))).difference(dict(call.aliases))
+        for helper in _kernel_and_helpers(function):
+            # numba-cuda 0.30 passes no read-only arrays to a helper with explicit signatures.
+            if getattr(helper, "targetoptions", {}).get("device") and not helper._can_compile:
+                read_only = frozenset()
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
         run = functools.partial(_run_callable, self.kernel, self.title)
 
-        def compile_handler(signature: _Signature) -> _CompiledHandler | None:
+        def compile_handler() -> _CompiledHandler | None:
             if not package.runs_here:
                 return None
             return _compile_handler(signature, package.callback_emitter(signature, run, read_only))
 
-        return self._find_cuda_target(package, call, compile_handler, False)
+        return self._target(package, signature, compile_handler, freezes_globals=False)
 
 
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
@@ -5340,9 +5339,12 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 
 
 class _CudaPackage:
-    """A package that runs kernels of `@cuda.jit`.  Subclasses define `compile_handler` and `callback_emitter`."""
+    """A package that runs kernels of `@cuda.jit`.
 
-    module: str  # the module `cuda`
+    Subclasses define `compile_kernel_and_handler` and `callback_emitter`.
+    """
+
+    module: str  # the name of the module `cuda`
     platform: str  # the platform on which JAX calls the kernels
 
     @property
@@ -5364,25 +5366,20 @@ class _NumbaCuda(_CudaPackage):
 
     # -- compiling --
 
-    def compile_handler(
-        self,
-        kernel: Any,
-        argument_map: _ArgumentMap,
-        signature: _Signature,
-        in_order: bool,
-        maybe_written: Sequence[str],
+    def compile_kernel_and_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
     ) -> _CompiledHandler:
         """Compile a kernel and its handler.
 
-        `maybe_written` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the
-        types that Numba infers do not exclude such a store either, raise an error.
+        `unproven` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the types
+        that Numba infers do not exclude such a store either, raise an error.
         """
-        # A batch launch is compiled later, and must contain the same captured values as this compilation.  These are
-        # the values of the kernel's first compilation, because the dispatcher reads them once.
+        # A batch launch is compiled later, and must contain the same captured values.  They are those of the kernel's
+        # first compilation, because the dispatcher returns the code that an earlier wrapper compiled.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher = self.compile_and_load(self.adapted(kernel, argument_map), signature, maybe_written)
+        launcher, ptx = self.compile_and_load(self.adapted(kernel, argument_map), signature, unproven)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
-        batch = _CudaBatch(self, kernel, argument_map, signature, in_order, first_fingerprint, launcher.ptx, handler)
+        batch = _CudaBatchLaunch(self, kernel, argument_map, signature, in_order, first_fingerprint, ptx, handler)
         return handler._replace(batch_launch=batch)  # the copy shares `data` and `keep_alive` with `handler`
 
     def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
@@ -5402,12 +5399,12 @@ class _NumbaCuda(_CudaPackage):
         return type(kernel)(function, options)
 
     def compile_and_load(
-        self, dispatcher: Any, signature: _Signature, maybe_written: Sequence[str] = ()
-    ) -> _CudaLauncher:
-        """Compile a kernel for the buffers of a signature, check it, and load it on each GPU."""
+        self, dispatcher: Any, signature: _Signature, unproven: Sequence[str] = ()
+    ) -> tuple[_CudaLauncher, str]:
+        """Compile a kernel for the buffers of a signature, check it, and load it on each GPU.  Also return its PTX."""
         ordinals = _cuda_ordinals()
         with self.on_device(ordinals[0]):
-            compiled = self.compile(dispatcher, signature, maybe_written)
+            compiled = self.compile(dispatcher, signature, unproven)
             ptx, entry = self.ptx_and_entry(compiled)
         self.check_launch(dispatcher, ptx, entry, signature)
         libcuda = _LibCuda()
@@ -5417,29 +5414,30 @@ class _NumbaCuda(_CudaPackage):
             with self.on_device(ordinal):
                 functions[ordinal] = function = libcuda.load(self.cubin(compiled), entry, ordinal)
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
-        return _CudaLauncher(signature.label, libcuda, functions, compiled, ptx, max_threads)
+        return _CudaLauncher(signature.label, libcuda, functions, compiled, max_threads), ptx
 
-    def compile(self, dispatcher: Any, signature: _Signature, maybe_written: Sequence[str]) -> Any:
+    def compile(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str]) -> Any:
         """Compile a kernel for the current device.  Raise an error if it may write to one of these inputs."""
         import numba
 
         # The CUDA target that is a part of Numba uses Numba's types.
         types_module = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
+        # If inputs are read-only, Numba rejects stores to them, except for those that `_find_store_to_readonly` finds.
         compiled, readonly_error = _compile_readonly_or_writable(
             self.module, dispatcher.compile, types_module, signature
         )
-        if not maybe_written:
+        if not unproven:
             return compiled
         title = f"Kernel {signature.label!r}"
         if readonly_error:
-            raise _writable_only_error(title, maybe_written, readonly_error) from readonly_error
+            raise _writable_only_error(title, unproven, readonly_error) from readonly_error
         typed = compiled
         if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
             uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
             typed = uncached.compile(_array_types(types_module, signature))
         if statement := _find_store_to_readonly(typed.type_annotation):
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"{title} may write", maybe_written, reason)
+            raise _read_only_input_error(f"{title} may write", unproven, reason)
         return compiled
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
@@ -5451,7 +5449,7 @@ class _NumbaCuda(_CudaPackage):
         has_known_params = re.search(entry_with_params, ptx)
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
-            "a cooperative launch": "cudaCG" in ptx,
+            "a cooperative launch": "cudaCG" in ptx,  # functions of `cuda.cg`
             f"parameters in a layout of {self.module} that this library does not know": not has_known_params,
         }
         for obstacle, is_present in obstacles.items():
@@ -5518,7 +5516,7 @@ class _NumbaCuda(_CudaPackage):
 def _as_read_only(device_array: Any) -> Any:
     """Make a device array read-only, and return it."""
     array_class: Any = type(device_array)
-    device_array.__class__ = _read_only_class(array_class)
+    device_array.__class__ = _read_only_class(array_class)  # the packages have no option for this
     return device_array
 
 
@@ -5526,9 +5524,7 @@ def _as_read_only(device_array: Any) -> Any:
 def _read_only_class(device_array_class: Any) -> type:
     """Return a subclass of a package's device arrays whose elements cannot be assigned, by kernels or by Python.
 
-    The packages compile a kernel for `_numba_type_` of its arguments.  Two kinds of kernels write to read-only arrays
-    nevertheless: those of numba-cuda-mlir that were compiled for writable arrays before (0.6.0), and those of
-    numba-cuda with explicit signatures (0.30.4).
+    The packages compile a kernel for `_numba_type_` of its arguments.
     """
 
     class _ReadOnlyDeviceArray(device_array_class):
@@ -5537,25 +5533,21 @@ def _read_only_class(device_array_class: Any) -> type:
             return super()._numba_type_.copy(readonly=True)
 
         def _refuse_write(self, *args: Any, **kwargs: Any) -> None:
-            raise TypeError("The destination is read-only.")
+            raise TypeError("The destination is read-only.")  # NumPy's words, which `_CALLABLE_ERRORS` recognizes
 
         __setitem__ = setitem = copy_to_device = _refuse_write
 
-        # These methods of the base class return its own class.  The other methods return `type(self)`.
         def view(self, dtype: Any) -> Any:
-            return _as_read_only(super().view(dtype))
-
-        def squeeze(self, axis: Any = None, stream: Any = 0) -> Any:
-            return _as_read_only(super().squeeze(axis, stream))
-
-        def split(self, section: int, stream: Any = 0) -> Any:
-            return map(_as_read_only, super().split(section, stream))
+            return _as_read_only(super().view(dtype))  # slices have `type(self)`, but views have the base class
 
     return _ReadOnlyDeviceArray
 
 
 class _NumbaCudaMlir(_NumbaCuda):
-    """The package numba-cuda-mlir (0.6.0).  It has no simulator, and compiles for the current GPU only."""
+    """The package numba-cuda-mlir (0.6.0).  It has no simulator.
+
+    It compiles only for the current GPU, so cuModuleLoadData fails if JAX has GPUs of different architectures.
+    """
 
     module = "numba_cuda_mlir.cuda"
     adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
@@ -5577,20 +5569,14 @@ class _CudaSimulator(_CudaPackage):
     module = "numba.cuda"
     platform = "cpu"
 
-    def compile_handler(
-        self,
-        kernel: Any,
-        argument_map: _ArgumentMap,
-        signature: _Signature,
-        in_order: bool,
-        maybe_written: Sequence[str],
+    def compile_kernel_and_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
     ) -> _CompiledHandler:
         """Compile a handler.  NumPy rejects stores to inputs when the kernel runs."""
         adapter = argument_map.make_adapter(kernel.py_func)
 
-        # The simulator replaces `cuda` in the globals of the function that it launches.  The kernel must see the
-        # replacement, so a function with the kernel's globals is launched: a copy of `call_adapter`, which itself uses
-        # no globals.
+        # Launch a function that has the kernel's globals, because the simulator replaces `cuda` in the globals of the
+        # launched function.  It is a copy of `call_adapter`, which uses no globals.
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
@@ -5644,6 +5630,7 @@ def _cuda_package(value: Any) -> _NumbaCuda | _CudaSimulator | None:
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
     if module.startswith("numba_cuda_mlir"):
         return _NUMBA_CUDA_MLIR
+    # The module `numba` has the attribute `cuda`, so a function that references only `numba` may use `numba.cuda`.
     if module == "numba" or module.startswith(("numba.cuda", "numba_cuda")):
         return _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
     return None
@@ -5695,7 +5682,7 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
     annotations = [kernel_annotation]
     for annotation in annotations:  # the list grows in this loop
         for statement, signature in annotation.calltypes.items():
-            if type(statement).__name__ in ("SetItem", "StaticSetItem"):
+            if type(statement).__name__ in ("SetItem", "StaticSetItem"):  # each package has its own classes
                 array_type = getattr(signature.args[0], "array_type", None)  # of `x.flat`
                 if not getattr(array_type, "mutable", True):
                     return _statement_text(statement)
@@ -5711,7 +5698,7 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
 
 def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
     """Return whether a function with this Numba type and signature may write to a read-only array."""
-    function = getattr(callee_type, "typing_key", None)
+    function = getattr(callee_type, "typing_key", None)  # for methods, a text
     if function == "Array.view":
         return signature.return_type.mutable and not callee_type.this.mutable
     name = getattr(function, "__qualname__", "")
@@ -5849,31 +5836,24 @@ class _CudaLauncher:
     """A kernel that is loaded on each GPU, and generated code that launches it on XLA's stream."""
 
     def __init__(
-        self,
-        label: str,
-        libcuda: _LibCuda,
-        functions: Mapping,
-        compiled: Any,
-        ptx: str = "",
-        max_threads: int = _CUDA_MAX_THREADS,
+        self, label: str, libcuda: _LibCuda, functions: Mapping, compiled: Any, max_threads: int = _CUDA_MAX_THREADS
     ) -> None:
         """Create a launcher.  `functions` has a CUfunction for each CUDA ordinal."""
         self.libcuda = libcuda
         self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
-        self.ptx = ptx
         self.max_threads = max_threads  # the most threads that a block of the kernel can have on every GPU
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
             self.functions[ordinal] = function
 
-        def report(code: int, function: int, launch_address: int) -> int:  # runs in Python, if a launch has failed
-            config = _read_launch_config(launch_address)
+        def report(code: int, function: int, z: int, launch_address: int) -> int:  # in Python, if a launch has failed
+            config = _read_launch_config(launch_address)._replace(grid_z=z)
             shown = f"grid={config.grid}, block={config.block}, shared_mem={config.shared_mem}"
             exceeded = libcuda.exceeded_limits_text(function, config)
             text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
             return _store_error_message(RuntimeError(text), label)
 
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _PTR)(report)
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _I64, _PTR)(report)
 
     def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
         """Load what all launches of a call share.  Return a Python function that generates the code of one launch.
@@ -5889,7 +5869,7 @@ class _CudaLauncher:
             args = function, *config._replace(grid_z=z), stream, ir.array(params), extra
             code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
             with ir.if_(code & 0xFFFF_FFFF, likely=False):  # the result is a C int
-                ir.fail(frame, ir.call(self.report, code, function, ir.launch_attribute(frame)))
+                ir.fail(frame, ir.call(self.report, code, function, z, ir.launch_attribute(frame)))
 
         return write_launch
 
@@ -5897,12 +5877,12 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     """An emitter of code that launches a kernel once per slice."""
 
-    traits = _COMMAND_BUFFER_COMPATIBLE  # the handler makes the same launches on each call, and does nothing else
+    traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, so XLA may replay the launches in a CUDA graph
 
     def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
-        self.libcuda = launcher.libcuda
+        self.libcuda = launcher.libcuda  # for `_HandlerBuilder`, which also sets new outputs to zeros with it
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         write_launch = self.launcher.write_launch_setup(ir, frame)
@@ -5919,8 +5899,9 @@ class _CudaEmitter(_Emitter):
 # -- 9.4 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  This launch needs a second compilation of the
 # kernel, whose arrays have the slice as their first dimension.  It is compiled when a batch is lowered for the first
-# time.  Then `_CudaBatch` replaces the inner loop that the registered handler runs for a batch
-# (`_HandlerData.inner_loop`), so existing and exported programs use the new code, too:
+# time.  Then `_CudaBatchLaunch` replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so
+# existing and exported programs use the new code, too.  A CUDA graph that XLA captured before still has one launch per
+# slice.  It stays valid, because all machine code lives forever.
 #
 #     at first                  the loop of `_CudaEmitter`: one launch per slice
 #     after `ensure_compiled`   the loop of `_CudaBatchEmitter`: one launch for up to 65,535 slices.  It calls the
@@ -5928,13 +5909,18 @@ class _CudaEmitter(_Emitter):
 #                               compilation allows.
 
 _SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
-# Finds the PTX of kernels for which the blocks along z cannot be slices: they read z of their blocks or grid, use
-# clusters, or call external functions that may do so.
+# Finds the PTX of kernels for which the blocks along z cannot be slices.
 _PTX_MAY_DEPEND_ON_Z = re.compile(
-    r"%n?ctaid(?!\.[xy])[.\w]*|%gridid|%\w*cluster\w*|\.\w+cluster\b|"
-    r"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+"
+    r"""
+    %n?ctaid(?!\.[xy])[.\w]*  # z of the block or of the grid, also as a part of a vector
+    | %gridid
+    | %\w*cluster\w* | \.\w+cluster\b
+    | \.extern\s+\.func\s*(?:\([^)]*\)\s*)?  # an external function, which may read z
+      (?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+
+    """,
+    re.VERBOSE,
 )
-# {kernel: its fingerprint at its first compilation}
+# {kernel: its fingerprint when a wrapper compiled it for the first time}
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
@@ -5943,8 +5929,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     names = []
     for function in _kernel_and_helpers(kernel):
         only_read = _find_only_read(function)
-        captured = _captured_values(function)
-        for name, value in captured:
+        for name, value in _captured_values(function):
             is_array = not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
             if is_array and name not in only_read:
                 names.append(name)
@@ -5970,19 +5955,19 @@ class _CudaBatchEmitter(_CudaEmitter):
 
 
 @dataclasses.dataclass
-class _CudaBatch:
-    """The batch launch of a kernel, and the registered handler, which uses it once it is compiled."""
+class _CudaBatchLaunch:
+    """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler."""
 
     package: _NumbaCuda
     kernel: Any
     argument_map: _ArgumentMap  # this and the next fields describe the kernel for one slice
     signature: _Signature
     in_order: bool
-    first_fingerprint: _Fingerprint  # of the kernel when it was compiled
+    first_fingerprint: _Fingerprint  # see `_FIRST_FINGERPRINTS`
     ptx: str
-    handler: _CompiledHandler
+    handler: _CompiledHandler  # the registered handler
     was_tried: bool = False  # whether the compilation for batches was tried
-    batch_launcher: _CudaLauncher | None = None  # None if it was not tried, or failed
+    launcher: _CudaLauncher | None = None  # of the kernel for batches; None if it was not tried, or failed
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def ensure_compiled(self, launch: Sequence[int]) -> None:
@@ -5992,7 +5977,7 @@ class _CudaBatch:
 
         Raises:
           _BatchLaunchUnsupported: if a batch with this launch attribute cannot be one launch.
-          Exception: of any type, if the compilation fails.  Later calls do not compile again, so it is logged once.
+          Exception: of any type, if the compilation fails.  Only the first call compiles, so it is raised once.
         """
         config = _LaunchConfig(*launch)
         if config.grid_z > 1:
@@ -6002,15 +5987,15 @@ class _CudaBatch:
                 self.was_tried = True
                 launcher = self._compile_for_batches()
                 emitter = _CudaBatchEmitter(self.package, launcher, self.handler.data.inner_loop)
-                batch_handler = _compile_handler(self.signature, emitter)
+                batch_handler = _compile_handler(self.signature, emitter)  # only its inner loop is used
                 self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
                 self.handler.data.inner_loop = batch_handler.data.inner_loop
-                self.batch_launcher = launcher
-        if self.batch_launcher and config.threads_per_block > self.batch_launcher.max_threads:
-            limit = self.batch_launcher.max_threads
+                self.launcher = launcher
+        if self.launcher and config.threads_per_block > self.launcher.max_threads:
             raise _BatchLaunchUnsupported(
-                f"a block of the kernel for batches can have {limit} threads, and block={config.block}"
+                f"a block of the kernel for batches can have {self.launcher.max_threads} threads, and "
+                f"block={config.block}"
             )
 
     def _compile_for_batches(self) -> _CudaLauncher:
@@ -6024,7 +6009,7 @@ class _CudaBatch:
         batch_signature = self.signature._replace(ranks=tuple(rank + 1 for rank in self.signature.ranks))
         batch_map = self.argument_map._replace(slice_ranks=self.signature.ranks)
         batch_kernel = self.package.adapted(self.kernel, batch_map)
-        launcher = self.package.compile_and_load(batch_kernel, batch_signature)
+        launcher, _ = self.package.compile_and_load(batch_kernel, batch_signature)
         if _fingerprint(self.kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
             raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
         return launcher
