@@ -217,7 +217,7 @@ def default_device(request):
         yield
 
 
-# The library logs this text before the reason (`_fall_back_to_per_slice`).
+# The library logs this text before the reason (`_log_per_slice_fallback`).
 PER_SLICE_FALLBACK = "falls back to one launch per slice: "
 
 

@@ -4307,7 +4307,8 @@ def test_warp_launch_dims_must_match_indices_of_tid(x, start, launch_dims, n_dim
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=launch_dims), spec(3, 2), spec(3))
 
     missing = "" if launch_dims else "launch_dims is missing, .*"
-    text = rf"'kernel': {missing}.*has {n_dims} dimensions?, but wp.tid\(\) returns {n_indices} values?\."
+    counts = rf"has {n_dims} dimensions?, but wp.tid\(\) returns {n_indices} values?"
+    text = rf"'kernel': {missing}.*{counts}\..*launch_dims=\(64,"
     with pytest.raises(ValueError, match=text):
         trace(launch_dims)
     trace((0,) * (n_indices or 1))
@@ -5396,9 +5397,9 @@ def grad_without_adjoint():
     jax.grad(sum_of(xk.warp_kernel(kernel, like_first, differentiable=True)))(ONES)
 
 
-def jvp_of_product(**options):
-    operands = [ONES] * (3 if options else 2)  # an in-out argument is an operand, too
-    jax.jvp(warp_product(**options), operands, operands)
+def hessian_of_product():
+    f = sum_of(warp_product(differentiable=True))
+    jax.hessian(lambda x: f(x, x))(ONES)
 
 
 trace_product = partial(trace_warp, "multiply", spec(3), spec(3))
@@ -5414,6 +5415,12 @@ WARP_MISTAKES = [
      lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
     (TypeError, '((3,), jnp.float64), after jax.config.update("jax_enable_x64", True)',
      lambda: trace_warp("returns_doubles", spec(3))),
+    (TypeError, "Got float32[2,3]. .*: shape (n, 2). Move the first dimension: jnp.moveaxis(v, 0, -1)",
+     lambda: trace_warp("matvec", spec(3, 2, 2), spec(2, 3))),
+    (TypeError, "Got float32[3,2]. .*, ndim=2). Or declare jax.ShapeDtypeStruct((3,), jnp.float32)",
+     lambda: trace_product(outs=spec(3, 2))),
+    (TypeError, "Got float32[1,1,1,1,3]. Warp arrays have at most 4 dimensions",
+     lambda: trace_warp("multiply", spec(1, 1, 1, 1, 3), spec(3))),
     (TypeError, "Declare it .*((3,), jnp.float32)", lambda: trace_product(outs=spec(3, dtype=np.int32))),
     (TypeError, "For a single element, declare .*((1, 2), jnp.float32)", lambda: trace_matvec(outs=spec(2))),
     (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: out.reshape(1, 2)",
@@ -5425,11 +5432,13 @@ WARP_MISTAKES = [
     (ValueError, "Got float32[2147483648]. .*Split the array", lambda: trace_warp("multiply", spec(2**31), spec(3))),
     (ValueError, "Got float32[2,536870912]. .*32 bits.*Split the array",
      lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
-    (TypeError, "differentiable=True .*. Use jax.custom_vjp for grad", jvp_of_product),
-    (TypeError, "differentiable=True for reverse mode, if the kernel changes nothing in place. Use jax.custom_vjp",
-     lambda: jvp_of_product(in_out_argnames=["out"])),
+    (TypeError, "differentiable=True for reverse mode, if the kernel only writes to new outputs. Use jax.custom_vjp",
+     lambda: jax.jvp(warp_product(), [ONES] * 2, [ONES] * 2)),
+    (TypeError, "differentiable=True gives only first derivatives", hessian_of_product),
     (ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)", grad_without_adjoint),
     (TypeError, "the parameters (x, y, out).* got 1 input and 1 output, ", lambda: trace_warp("multiply", spec(3))),
+    (TypeError, "the parameters (index, weight, acc).* got 2 inputs and 2 outputs, ",
+     lambda: xk.warp_kernel(warp_kernels().histogram, (spec(3), spec(3)))(THREE_INTS, 0.5)),
     (TypeError, "'h' must be .* Got 'Holder'. .*a parameter for", lambda: trace_warp("takes_arrays_in_structs")),
     (TypeError, "'h' must be .* Got 'Params'. .*a parameter for", lambda: trace_warp("takes_arrays_of_structs")),
     (TypeError, "'t' must be a scalar, vector or matrix, an array .* Got", lambda: trace_warp("takes_indices")),
@@ -5441,11 +5450,13 @@ WARP_MISTAKES = [
     (TypeError, "launch_dims must be 1 to 4 ints from 0 to .*. Got '3'", lambda: trace_product(launch_dims="3")),
     (ValueError, "1 to 4 ints from 0 to 2147483647. Got -1", lambda: trace_product(launch_dims=-1)),
     (ValueError, "number of blocks. launch_dims is missing. Pass launch_dims=", lambda: trace_product(tiled=True)),
-    (ValueError, "block_dim must be an int from 1 to 2147483647; got 0", lambda: trace_product(block_dim=0)),
+    (ValueError, "block_dim must be an int from 1 to 1024; got 2048", lambda: trace_product(block_dim=2048)),
     (ValueError, "launch_dims must be 1 to 3 ints .*Got (1, 1, 1, 1). Pass an int",
      lambda: trace_product(tiled=True, launch_dims=(1,) * 4)),
-    (ValueError, "must not overwrite an input or use scratch. Got in_out_argnames=['acc']. Write to a new output",
+    (ValueError, "must not overwrite an input or use scratch, .*. Got in_out_argnames=['acc'], .*. Write to a new",
      lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
+    (ValueError, "scratch=[ShapeDtypeStruct(shape=(), dtype=float32)]. Write to a new output",
+     lambda: trace_product(scratch=spec(), differentiable=True)),
     # values and types
     (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_every_with(s=1)),
     (Exception, "param m .*warp_kernel 'every'", lambda: call_every_with(m=[1.0, 2.0])),  # Warp's own text

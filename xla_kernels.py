@@ -872,7 +872,7 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_warp_content` of the kernel
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_refreshed_content`
     platform: str  # "cpu" or "cuda"
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, the words of `launch` that become pointers; other backends have one layout
@@ -1044,8 +1044,10 @@ class _Target:
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
-            with _fall_back_to_per_slice(self.title):
+            try:
                 compiled.batch_launch.ensure_compiled(self.launch)
+            except Exception as error:
+                _log_per_slice_fallback(self.title, error)
         return self
 
 
@@ -1053,15 +1055,11 @@ class _BatchLaunchUnsupported(Exception):
     """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
 
 
-@contextlib.contextmanager
-def _fall_back_to_per_slice(title: str) -> Iterator[None]:
-    """Catch any exception while a batch launch is prepared, and log it as the reason for one launch per slice."""
-    try:
-        yield
-    except Exception as error:  # if a kernel cannot be compiled, Numba and Warp raise exceptions of many types
-        reason = str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
-        one_line = " ".join(reason.split())
-        _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
+def _log_per_slice_fallback(title: str, error: Exception) -> None:
+    """Log the exception, of any type, because of which a batch has one launch per slice."""
+    reason = str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
+    one_line = " ".join(reason.split())
+    _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
 
 
 class export_checks:
@@ -2030,9 +2028,10 @@ class _Wrapper(_PickledByReference):
 
     def _wrong_arity(self, problem: str) -> TypeError:
         """Return the error for a call with wrong arguments."""
-        if not self.parameters:
+        if not self.all_parameters:
             return TypeError(f"{self.title} takes its inputs by position only; {problem}")
-        return TypeError(f"{self.title} takes the parameters ({', '.join(self.parameters)}), inputs first; {problem}")
+        shown = ", ".join(self.all_parameters)
+        return TypeError(f"{self.title} takes the parameters ({shown}), inputs first; {problem}")
 
     def _check_names(self, option: str, names: Collection[str]) -> None:
         """Raise an error if an option names something that is not an array parameter."""
@@ -4406,7 +4405,9 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
     text = _plain_text(error)
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
-    if advice is None and 0 in signature.ranks and re.search(r"\b0d\b", text):
+    # numba-cuda: <ufunc 'multiply'>, numba-cuda-mlir: 'Float' object has no attribute 'dtype'
+    is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
+    if advice is None and 0 in signature.ranks and is_about_0d:
         zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
         shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
         advice = (
@@ -5107,8 +5108,9 @@ def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, 
     """
     if n_dims != n_indices:
         raise ValueError(
-            f"launch_dims needs one number for each index of a thread. {title}: {launch_text} has "
-            f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}."
+            f"launch_dims needs one int for each index of a thread. {title}: {launch_text} has "
+            f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}. "
+            f"For example, pass launch_dims={(64,) * max(n_indices, 1)}."
         )
 
 
@@ -6020,9 +6022,9 @@ class _CudaBatchLaunch:
 #
 # What a new version of Warp may break:
 # - With an error: attributes of kernels, modules, and types of arrays, structs and elements (`_parse_parameter`,
-#   `_warp_content`).
+#   `_refreshed_content`).
 # - Silently:
-#     - options that the hash of a kernel does not cover (`_warp_content`)
+#     - options that the hash of a kernel does not cover (`_refreshed_content`)
 #     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
 #     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
 #       (`_WarpTarget.cuda_launch_config`)
@@ -6030,7 +6032,7 @@ class _CudaBatchLaunch:
 #     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
 #     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
 #       test_warp_batch_is_one_launch counts launches.
-#   All tests named test_warp must pass before a version counts as supported.
+#   All tests named test_warp must pass before a version counts as supported: so far 1.14, 1.16, 1.18 and 1.19.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -6083,18 +6085,24 @@ def warp_kernel(
     input (`in_out_argnames`, `input_output_aliases`).
 
     **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array with more than one element,
-    without the dimensions of vectors and matrices.  For an array of `wp.vec3` with the JAX shape (4, 5, 3), it is
-    (4, 5), for `i, j = wp.tid()`.  It must be given if `wp.tid()` returns another number of indices, or if another
-    array begins with other dimensions.  Arrays with one element, with fewer dimensions, or with sizes of 1 instead of
-    these dimensions do not count.
+    without the dimensions of vectors and matrices:
+
+        x: wp.array2d(dtype=wp.vec3)    # a JAX array of shape (4, 5, 3)
+        i, j = wp.tid()                 # launch_dims=(4, 5)
+
+    It must be given if `wp.tid()` returns another number of indices, or if another array begins with other dimensions.
+    Arrays of one element, arrays with fewer dimensions, and arrays that begin with ones do not count.
 
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
 
     **Batches.** On CPUs, the batch elements of a `vmap` are divided among threads.  On GPUs, one launch runs up to
     65,535 batch elements, in no order, so a block must not wait for a block of another batch element.  Each batch
-    element has its own launch, in order, with `vmap_method="sequential"`, and if the kernel has C++ code, adjoints or
-    code transformers of your own.  This module's logger shows the reason at level DEBUG.
+    element has its own launch, in order, in these cases (this module's logger shows the reason at level DEBUG):
+
+    - `vmap_method="sequential"`;
+    - the kernel has C++ code, adjoints or code transformers of your own;
+    - Warp cannot compile the kernel for batches, or captured values have changed since the kernel was compiled.
 
     **Redefinition.** A wrapper keeps the helpers and constants that its kernel referenced at the first trace.  If you
     redefine one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
@@ -6106,18 +6114,15 @@ def warp_kernel(
       kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  If it is omitted,
         `warp_kernel(outs=...)` is a decorator to put above `@wp.kernel`.
       outs: A `jax.ShapeDtypeStruct`, a pytree of them, or a function of the inputs that returns one, as for
-        `numba_kernel`.  The function gets the specs of arrays, and the values as they are.  If a launch dimension is 0,
-        new outputs are zeros, and an output that is aliased to an input has its value.
+        `numba_kernel`.  The function gets the specs of arrays, and the values as they are.
       launch_dims: The number of threads for each index of `wp.tid()`: an int, a tuple of up to 4 ints, or a function of
-        the inputs that returns one of these.  The function gets the same arguments as `outs`.  Default: see "Launch
-        dimensions" above.
-      block_dim: The number of threads in a block on GPUs, an int.  On CPUs, a block has one thread.  Default 256.
+        the inputs that returns one of these.  The function gets the same arguments as `outs`.  If a number is 0,
+        nothing is launched: new outputs are zeros.  Default: see "Launch dimensions" above.
+      block_dim: The number of threads in a block on GPUs, an int up to 1,024.  On CPUs, it has no effect.  Default 256.
       tiled: Whether blocks work on tiles, as with `wp.launch_tiled`, a bool.  If True, `launch_dims` counts blocks, in
         up to 3 dimensions.  Default False.
-      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, name: See `numba_kernel`.
-      zero_outputs: None, True or False.  By default (None), outputs and scratch that are not aliased to an input start
-        from zeros, and a kernel that never stores to an output is rejected.  With True, they start from zeros
-        without this check.  With False, they are uninitialized, which saves the time for the zeros.
+      vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs, name: See
+        `numba_kernel`.
       differentiable: Whether arrays of floats have reverse-mode derivatives, computed by Warp's adjoint of the kernel,
         a bool.  There are only first derivatives.  They are wrong for some kernels, such as products in a dynamic loop.
         Most of these raise a warning, not all.  Default False.
@@ -6130,9 +6135,11 @@ def warp_kernel(
         a value is traced.
       ValueError: If `launch_dims` is missing or out of range, a value is out of range, an option does not support
         `differentiable`, or the kernel has no adjoint.
-      RuntimeError: If Warp rejects a value.
       NotImplementedError: If Warp needs more than one plain kernel launch: deterministic mode and clusters on GPUs,
-        `enable_cpu_blocks` on CPUs.  Use `wp.jax_kernel`.  Also if a program for CUDA is lowered without a GPU.
+        `enable_cpu_blocks` on CPUs.  Use `wp.jax_kernel`.  Also if an array has a symbolic dimension, and if a program
+        for CUDA is lowered without a GPU.
+      ImportError: If Warp or Numba is missing.
+      Exception: If Warp rejects a value, or cannot build the kernel.  Most are RuntimeErrors.
 
     Example:
       >>> import jax.numpy as jnp, warp as wp
@@ -6158,23 +6165,19 @@ class _WarpOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.block_dim = _int_in_range(
-            "block_dim", self.block_dim, 1, _WARP_MAX_EXTENT, "Pass a size, such as block_dim=256."
-        )
+        self.block_dim = _int_in_range("block_dim", self.block_dim, 1, _CUDA_MAX_THREADS, "Pass block_dim=256.")
         if self.tiled and self.launch_dims is None:
             raise ValueError(
                 "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
                 "a function of the inputs, such as launch_dims=lambda x: x.shape[0] // 64."
             )
-        for option in ("in_out_argnames", "input_output_aliases", "scratch"):
-            value = getattr(self, option)
-            if self.differentiable and value:
-                shown = "a function" if callable(value) else repr(value)
-                raise ValueError(
-                    "The adjoint of a kernel reads its inputs and outputs again, so with differentiable=True the "
-                    f"kernel must not overwrite an input or use scratch. Got {option}={shown}. Write to a new output "
-                    "instead: add it to outs."
-                )
+        scratch = jax.tree.leaves(self.scratch)  # a list, because the truth value of a spec is its length
+        if self.differentiable and (self.in_out_argnames or self.input_output_aliases or scratch):
+            raise ValueError(
+                "A kernel with differentiable=True must not overwrite an input or use scratch, because its adjoint "
+                f"reads its arrays again. Got in_out_argnames={self.in_out_argnames}, input_output_aliases="
+                f"{self.input_output_aliases}, scratch={scratch}. Write to a new output: add it to outs."
+            )
 
 
 class _WarpKernel(_Wrapper):
@@ -6207,8 +6210,8 @@ class _WarpKernel(_Wrapper):
             )
         self.warp_params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
         self.value_names = {name for name, param in self.warp_params.items() if not param.ndim}
-        # {parameter: value}, in which None is a null array.  This is a copy, because later traces need the same values,
-        # and the caller may change a struct.
+        # {parameter: value}.  None is a null array.  The values are copied, because the caller may change a struct, and
+        # later traces, for other shapes, need the same values.
         self.fixed = copy.deepcopy(fixed or {})
         super().__init__(kernel, options, tuple(name for name in self.warp_params if name not in self.fixed))
         self.all_parameters = tuple(self.warp_params)
@@ -6216,20 +6219,21 @@ class _WarpKernel(_Wrapper):
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         """Separate the arrays from the values, and call the wrapper for these values."""
+        # The fast path: only arrays, all by position.  `None in args` would compare the elements of arrays.
         if not named and not self.value_names and types.NoneType not in map(type, args):
-            return self._call_by_position(args)  # fast path: only arrays, all by position
+            return self._call_by_position(args)
         arguments = self._bind_arguments(args, named)
         fixed = {}
-        for name in list(arguments):
-            if name in self.value_names or arguments[name] is None:
-                fixed[name] = self.warp_params[name].check_value(arguments.pop(name))
+        for name, x in arguments.items():
+            if name in self.value_names or x is None:
+                fixed[name] = self.warp_params[name].check_value(x)
         key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than from a generator
         cache = self.wrapper_by_values
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
-        return wrapper._call_by_position([*arguments.values()])
+        return wrapper._call_by_position([x for name, x in arguments.items() if name not in fixed])
 
-    # Pickle by reference, even if no module holds the wrapper.  A pickle by value would contain the kernel's whole
-    # module, which the other process would then have twice.
+    # Pickle only by reference, unlike other wrappers.  A pickle by value would contain the kernel's whole Warp module,
+    # which the other process would then have twice.
     _reduce_without_module = _PickledByReference._reduce_without_module
 
     # -- options that refer to arguments ---------------------------------------------------------------
@@ -6265,20 +6269,27 @@ class _WarpKernel(_Wrapper):
         place among the inputs.  In the call, it is two buffers: an input, and one of the first outputs.
         """
         n_in = len(call.ins)
-        specs = call.buffers
-        copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]  # the copies are the last buffers
+        # The copies of inputs are the last scratch buffers.  Only they are scratch that is aliased to an input.
+        copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]
         # The parameter of each buffer:
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
-        if len(names) != len(specs):
-            got = f"got {_counted(n_in, 'input')} and {_counted(len(specs) - n_in, 'output')}, including scratch."
+        if len(names) != len(call.buffers):
+            n_outs = len(call.buffers) - n_in - len(copied)
+            got = (
+                f"got {_counted(n_in + len(self.fixed), 'input')} and {_counted(n_outs, 'output')}, including scratch."
+            )
             advice = self._separate_output_advice(call) or "If a parameter is both, list it in in_out_argnames."
             raise self._wrong_arity(f"{got} {advice}")
-        for buffer, (name, spec) in enumerate(zip(names, specs)):
-            is_input = buffer < n_in or name in copied
-            role = "input" if is_input else "output" if buffer < n_in + len(call.outs) else "scratch"
-            self.warp_params[name].check_array(spec, "in-out" if name in self.in_outs else role)
-        # {parameter: index of its buffer}.  The later entry wins, so an in-out argument maps to its output buffer, and
-        # a copied input to its copy.
+        for buffer, (name, spec) in enumerate(zip(names, call.buffers)):
+            if name in self.in_outs:
+                role = "in-out"
+            elif buffer < n_in or name in copied:
+                role = "input"
+            else:
+                role = "output" if buffer < n_in + len(call.outs) else "scratch"
+            self.warp_params[name].check_array(spec, role)
+        # {parameter: index of its buffer}, in the order of the parameters.  The last buffer of a parameter counts: the
+        # output of an in-out argument, and the copy of an input.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
         _check_stores(self, call, _warp_store_analysis(self.kernel).stores, buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
@@ -6294,27 +6305,28 @@ class _WarpKernel(_Wrapper):
           buffer_of: {(parameter, "data" or "grad"): index of the buffer of the array or of its gradient}.
           user_ins: the specs of the user's inputs, for options that are functions.
         """
-        specs = call.buffers
         arrays = []
         for (name, field), buffer in buffer_of.items():
-            arrays.append(_WarpArray(name, field, buffer, self.warp_params[name].array_dims(specs[buffer].shape)))
+            dims = self.warp_params[name].array_dims(call.buffers[buffer].shape)
+            arrays.append(_WarpArray(name, field, buffer, dims))
         launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
-        condition = ", if the kernel changes nothing in place" if call.aliases else ""
+        derivative_advice = "Pass differentiable=True for reverse mode, if the kernel only writes to new outputs. "
+        if self.options.differentiable:
+            derivative_advice = "differentiable=True gives only first derivatives, in reverse mode. "
         target = _WarpTarget(
             self.__name__,
             is_noop=0 in launch_dims,
             title=self.title,
             platform_phrase="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative_advice=""
-            if self.options.differentiable
-            else f"Pass differentiable=True for reverse mode{condition}. ",
+            derivative_advice=derivative_advice,
             kernel=self.kernel,
             fixed=self.fixed,
-            key=(_warp_content(self.kernel), *map(_value_key, self.fixed.values())),
+            key=(_refreshed_content(self.kernel), *map(_value_key, self.fixed.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
+            uses_tiles=_warp_store_analysis(self.kernel).uses_tiles,
             signature=call.signature(self.__name__),
             given_name=self.options.name,
             in_order=self.options.in_order,
@@ -6323,8 +6335,8 @@ class _WarpKernel(_Wrapper):
         platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and not target.is_noop:
             target.prepare_lowering(platform)
-            if self.options.name:
-                # Register the handler for batches, too: a process that runs an exported program never lowers it.
+            if self.options.name and platform == "cuda":
+                # Also register the batch launch: a process that runs an exported program never lowers it.
                 target.prepare_lowering(platform, has_batch=True)
         return target
 
@@ -6336,12 +6348,8 @@ class _WarpKernel(_Wrapper):
         `array_dims` has the dimensions of each array, without those of its elements.
         """
         launch_dims = self._option_value("launch_dims", user_ins)
-        analysis = _warp_store_analysis(self.kernel)
-        shown = f"launch_dims={launch_dims}"
-        is_default = launch_dims is None
-        if is_default:
+        if launch_dims is None:
             launch_dims = self._default_launch_dims(user_ins, array_dims)
-            shown = f"launch_dims is missing, and the shape of the first array, {launch_dims},"
         most_dims = _WARP_MAX_DIMS - 1 if self.options.tiled else _WARP_MAX_DIMS
         rule = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
@@ -6349,23 +6357,23 @@ class _WarpKernel(_Wrapper):
             "launch_dims=lambda x: x.shape[0]."
         )
         dims = _ints(launch_dims, rule)
-        # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        has_blocks = self.options.tiled or analysis.uses_tiles
-        if is_default or (analysis.n_indices and not has_blocks):
-            _check_n_indices(self.title, shown, len(dims), analysis.n_indices, "wp.tid()")
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(rule)
+        analysis = _warp_store_analysis(self.kernel)
+        # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
+        if analysis.n_indices and not (self.options.tiled or analysis.uses_tiles):
+            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), analysis.n_indices, "wp.tid()")
         return dims
 
     def _default_launch_dims(
         self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """Return the dimensions of the first array, if every other array begins with the same dimensions, or with ones.
+        """Return the dimensions of the first array, which must be as many as the indices of `wp.tid()`.
 
-        If they differ, any choice might leave out elements or write beyond an array.  For example, the first array has
-        the dimensions (4, 5).  Then another array may have (4, 5, 7) or (1, 1, 7), but not (5, 4).  Two kinds of arrays
-        may have any dimensions: those of one element (a parameter, or a total), and those with fewer dimensions (a
-        value for each row).
+        Every other array must begin with the same dimensions, or with ones.  Otherwise, any choice might leave out
+        elements or write beyond an array.  For example, if the first array has the dimensions (4, 5), another array may
+        have (4, 5, 7) or (1, 1, 7), but not (5, 4).  Two kinds of arrays may have any dimensions: those of one element
+        (a parameter, or a total), and those with fewer dimensions (a value for each row).
         """
         counted = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
         first, first_dims = next(iter((counted or array_dims).items()), ("", ()))
@@ -6378,6 +6386,8 @@ class _WarpKernel(_Wrapper):
                     f"{first!r} has {first_dims}, and {name!r} has {dims}. "
                     f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
+        launch_text = f"launch_dims is missing, and the shape of the first array, {first_dims},"
+        _check_n_indices(self.title, launch_text, n_dims, _warp_store_analysis(self.kernel).n_indices, "wp.tid()")
         return first_dims
 
     # -- derivatives -----------------------------------------------------------------------------------
@@ -6410,18 +6420,18 @@ class _WarpKernel(_Wrapper):
         """Return the call of the adjoint.
 
         Warp's adjoint gets the data of all arrays, the gradients of the outputs (the cotangents), and the gradients of
-        the inputs, to which it adds.  It overwrites the cotangents.  It also runs helpers again, so it overwrites the
-        arrays to which they store.  The overwritten arrays are operands that are aliased to results:
+        the inputs, to which it adds.  It overwrites the cotangents.  It also runs the kernel again without its stores,
+        but the stores of helpers are repeated.  Overwritten arrays are operands that are aliased to results:
 
             (inputs, outputs, cotangents)  ->  (overwritten arrays, gradients of the inputs)
         """
-        n_in = len(args)
         names = self.parameters
         analysis = _warp_store_analysis(self.kernel)
+        # Only the stores of helpers are repeated.  The analysis does not distinguish them from those of the kernel.
         stored = names if analysis.has_opaque_code else analysis.stores
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
-        cotangents = {(names[n_in + j], "grad"): outs[j] for j in _float_indices(outs)}
+        cotangents = {(names[len(args) + j], "grad"): outs[j] for j in _float_indices(outs)}
         gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
         operands = data | cotangents
         overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in stored}
@@ -6435,7 +6445,7 @@ class _WarpKernel(_Wrapper):
             zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
             has_side_effect=self.options.has_side_effect,
         )
-        # An overwritten array has two buffers, an operand and a result, with the same memory.  The later entry wins.
+        # An overwritten array has two buffers, an operand and a result, with the same memory.  The result counts.
         buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
         target = self._make_target(call, buffer_of, args)
         _warn_of_stale_values(self.kernel, self.warp_params, self.title)
@@ -6448,7 +6458,6 @@ def _float_indices(arrays: Sequence[Any]) -> list[int]:
 
 
 # -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
-# If code is only for some versions of Warp, a comment names them.  Checked on 1.14 and 1.19.
 
 
 @contextlib.contextmanager
@@ -6634,12 +6643,19 @@ class _WarpParam:
         if self.element_shape:
             shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
-            if self.ndim == 1 and role == "input":
+            if role == "input" and spec.shape[:1] == self.element_shape and len(spec.shape) == self.ndim + 1:
+                fix += f". Move the first dimension: jnp.moveaxis({self.name}, 0, -1)"
+            elif role == "input" and self.ndim == 1:
                 fix += f". Reshape it: {self.name}.reshape{(-1, *self.element_shape)}"
             return fix
-        if 1 <= len(spec.shape) <= _WARP_MAX_DIMS:
-            return f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
-        return f"Reshape it to {_counted(self.ndim, 'dimension')}"
+        if not spec.shape:
+            return f"Reshape it to {_counted(self.ndim, 'dimension')}"
+        if len(spec.shape) > _WARP_MAX_DIMS:
+            return f"Warp arrays have at most {_WARP_MAX_DIMS} dimensions. Reshape it"
+        fix = f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
+        if role in ("output", "scratch") and len(spec.shape) > self.ndim:
+            fix += f". Or declare {_spec_code(spec.shape[: self.ndim], self.dtype)}"
+        return fix
 
 
 def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
@@ -6683,14 +6699,14 @@ def _value_key(value: Any) -> tuple:
     """Return a key that is equal only for values that the kernel, and options such as `outs`, cannot tell apart."""
     if hasattr(value, "__ctype__"):  # a struct
         return type(value), bytes(value.__ctype__())
-    return type(value), getattr(value, "dtype", None), str(_python_numbers(value).tolist())
+    numbers = str(_python_numbers(value).tolist())  # as text, because 0.0 == -0.0, and nan != nan
+    return type(value), getattr(value, "dtype", None), numbers
 
 
-def _warp_content(kernel: Any) -> tuple[str, ...]:
-    """Update Warp's hashes of a kernel's module, and return all that decides the machine code of the kernel.
+def _refreshed_content(kernel: Any) -> tuple[str, ...]:
+    """Let Warp update the hashes of a kernel's module (0.06 ms).  Return all that decides the kernel's machine code.
 
-    This is the module, Warp's hash of the kernel, and its options.  The update also sets `grid_stride` of all kernels
-    of the module, and lets Warp try a failed build again.
+    The update also sets `grid_stride` of all kernels of the module, and lets Warp try a failed build again.
     Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
     The module's name is included, because Warp builds each module on its own.  Kernels that a factory recreates in a
     unique module have equal contents, because Warp returns the existing module if the hash is the same.
@@ -6698,9 +6714,9 @@ def _warp_content(kernel: Any) -> tuple[str, ...]:
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
-        kernel.module.get_module_hash()  # updates the kernels
+        kernel.module.get_module_hash()
         options = kernel.module.resolve_options(wp.config) | kernel.options
-        options["block_dim"] = None  # in Warp 1.14 that of the last launch
+        options["block_dim"] = None  # in Warp 1.14, the options contain the block_dim of the last launch
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
@@ -6709,11 +6725,11 @@ _STORE_ANALYSES = _BoundedCache()  # {content: `_StoreAnalysis`}
 
 def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     """Return what the source of a kernel does to its arrays."""
-    content = _warp_content(kernel)
+    content = _refreshed_content(kernel)
     return _STORE_ANALYSES.get(content) or _STORE_ANALYSES.keep(content, _StoreAnalysis(kernel))
 
 
-# Warp evaluates most calls of `wp.static` when it creates a kernel, but not those that use the variable of a loop:
+# Warp evaluates a `wp.static` that uses the variable of a loop only when it builds the module:
 #
 #     def make(table):
 #         @wp.kernel
@@ -6724,22 +6740,21 @@ def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
 #
 #     f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
 #
-# Warp evaluates a deferred static when it builds the module.  Before that, it hashes the kernels.  The hash covers
-# neither the values of deferred statics nor `table`, if that is a tuple, a list or another object that Warp does not
-# hash.  So `f` and `g` have the same hash, and Warp builds only one of them, at random.  The other one has no
+# Before that, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects such as the
+# tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of them, at random.  The other one has no
 # `deferred_static_expressions`, and may run the code of the first (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
     """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
-    The caller has updated the kernels of the module (`_warp_content`).
+    The caller has updated the kernels of the module (`_refreshed_content`).
     """
-    adj = kernel.adj
-    if adj.deferred_static_expressions or not adj.has_unresolved_static_expressions:
+    is_the_built_one = bool(kernel.adj.deferred_static_expressions)
+    if is_the_built_one or not kernel.adj.has_unresolved_static_expressions:  # or it has no deferred static
         return
     with _WARP_LOCK:
-        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == adj.source]
+        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
     if len({_captured_key(other.func) for other in [kernel, *similar]}) > 1:
         warnings.warn(
             f"{title} may run the code of another kernel. Warp takes kernels of one module for the same kernel if they "
@@ -6795,10 +6810,10 @@ class _WarpArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _WarpTarget(_Target):
-    """The launch of a kernel, or of its adjoint, for the shapes and values of a call.
+    """A target that is not registered yet: the launch of a kernel, or of its adjoint, with its shapes and values.
 
-    It is not registered.  When the platform is known, `prepare_lowering` records the launch, registers a handler, and
-    returns a `_Target` with the registered name.  Here, `name` is only for messages.
+    When the platform is known, `prepare_lowering` records the launch, registers a handler, and returns a `_Target` with
+    the registered name.  Here, `name` is only for messages.
     """
 
     kernel: Any = dataclasses.field(compare=False)
@@ -6807,7 +6822,8 @@ class _WarpTarget(_Target):
     arrays: tuple[_WarpArray, ...]
     launch_dims: tuple[int, ...]
     block_dim: int
-    is_tiled: bool
+    is_tiled: bool  # whether `launch_dims` counts blocks
+    uses_tiles: bool  # whether the kernel calls builtins for tiles
     signature: _Signature
     given_name: str | None  # the user's `name=`
     in_order: bool
@@ -6818,17 +6834,16 @@ class _WarpTarget(_Target):
 
         For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
         """
-        devices = []
-        if platform == "cpu":
-            devices = ["cpu"]
-        elif platform == "cuda":
+        devices = ["cpu"] if platform == "cpu" else []
+        if platform == "cuda":
             devices = [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]
         if not devices:
             return super().prepare_lowering(platform)  # raises an error: unsupported platform
         if platform == "cuda" and has_batch:
-            with _fall_back_to_per_slice(self.title):
+            try:
                 return self._for_batch_launch()._register(platform, devices)
-            # An exception was logged, and the block was left without `return`.
+            except Exception as error:
+                _log_per_slice_fallback(self.title, error)
         return self._register(platform, devices)
 
     def _register(self, platform: str, devices: Sequence[str]) -> _Target:
@@ -6838,9 +6853,9 @@ class _WarpTarget(_Target):
         with _warp_session() as wp, context:
             emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
             # Read the content again, because it may have changed since the kernel was traced.
-            content = "warp", self.in_order, _warp_content(self.kernel), self.block_dim
+            options = "warp", self.in_order, _refreshed_content(self.kernel), self.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
-            specialization = _Specialization(self.signature, content, platform, self.given_name, layout)
+            specialization = _Specialization(self.signature, options, platform, self.given_name, layout)
 
             def compile_handler() -> _CompiledHandler:
                 _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
@@ -6857,10 +6872,6 @@ class _WarpTarget(_Target):
         arrays = tuple(array._replace(dims=()) for array in self.arrays)
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
 
-    @property
-    def uses_tiles(self) -> bool:
-        return _warp_store_analysis(self.kernel).uses_tiles
-
     # -- recording -------------------------------------------------------------------------------------
 
     def _record_launch(self, wp: Any, device: str) -> Any:
@@ -6873,7 +6884,7 @@ class _WarpTarget(_Target):
         if gradients:
             self._check_has_adjoint()
             # Warp expects a gradient for each parameter.  That of a value is zero and not used.
-            adjoint_inputs = [gradients.get(name) if hasattr(t, "ndim") else t() for name, t in warp_types.items()]
+            adjoint_inputs = [gradients.get(name) if _contains_arrays(t) else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
             command = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
@@ -6888,15 +6899,10 @@ class _WarpTarget(_Target):
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
         # The gradients come first, because Warp's array of the data refers to its gradient.
-        gradients_first = [x for x in self.arrays if x.field == "grad"] + [x for x in self.arrays if x.field == "data"]
-        for name, field, buffer, dims in gradients_first:
-            array = wp.array(
-                ptr=_placeholder(buffer, is_step=False),
-                shape=dims,
-                dtype=warp_types[name].dtype,
-                device=device,
-                grad=gradients.get(name),
-            )
+        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field != "grad"):
+            pointer = _placeholder(buffer, is_step=False)
+            dtype = warp_types[name].dtype
+            array = wp.array(ptr=pointer, shape=dims, dtype=dtype, device=device, grad=gradients.get(name))
             if field == "grad":
                 gradients[name] = array
             else:
@@ -6938,17 +6944,16 @@ class _WarpTarget(_Target):
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
-        meanings = {}  # {placeholder: (buffer, is_step)}
-        for array in self.arrays:
-            meanings[_placeholder(array.buffer, is_step=False)] = array.buffer, False
-            if self.is_batch_launch:
-                meanings[_placeholder(array.buffer, is_step=True)] = array.buffer, True
-        if not meanings.keys() <= set(words):
+        is_step_values = (False, True) if self.is_batch_launch else (False,)
+        meaning_of = {
+            _placeholder(x.buffer, is_step): (x.buffer, is_step) for x in self.arrays for is_step in is_step_values
+        }
+        if not meaning_of.keys() <= set(words):
             raise NotImplementedError(
                 f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
                 "call the kernel with wp.jax_kernel."
             )
-        return tuple(_Placeholder(position, *meanings[word]) for position, word in enumerate(words) if word in meanings)
+        return tuple(_Placeholder(i, *meaning_of[word]) for i, word in enumerate(words) if word in meaning_of)
 
     def cuda_launch_config(self, command: Any, shared_mem: int) -> _LaunchConfig:
         """Return the launch configuration.  This copies `wp_cuda_launch_kernel` of warp.cu."""
@@ -6960,9 +6965,10 @@ class _WarpTarget(_Target):
                 f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
                 "that launch_dims counts blocks."
             )
-        n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
-        has_grid_loop = getattr(self.kernel, "grid_stride", True)  # updated by `_warp_content`; missing in Warp 1.14
-        grid_x = n_blocks if has_grid_loop else min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)
+        grid_x = n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
+        # `_refreshed_content` updates `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
+            grid_x = min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)  # the other blocks are along y
         grid = grid_x, -(-n_blocks // grid_x), 1
         block = threads_per_block, 1, 1
         return _LaunchConfig(*grid, *block, shared_mem)
@@ -6994,7 +7000,7 @@ class _WarpEmitter(_Emitter):
         """Read the recorded launches, one for each device of a platform.  All pass the same words."""
         command = commands[0]
         direction = "backward" if command.adjoint else "forward"
-        self.commands = commands  # keep Warp's modules loaded
+        self.commands = commands  # keeps Warp's modules loaded
         entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
         params_memory = _packed_parameters(command)
         self.words = tuple(memoryview(b"".join(params_memory)).cast("q").tolist())
@@ -7010,12 +7016,12 @@ class _WarpEmitter(_Emitter):
     def _init_for_cpu(self, target: _WarpTarget, entry: int) -> None:
         self.launch = self.words  # the launch attribute
         self.kernel_address = entry  # `_compile_handler` copies it to the handler's data
+        self.in_order = target.in_order or target.uses_tiles  # on GPUs, the stream orders the slices
         if target.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
-        self.in_order = target.in_order or bool(self.lock_address)
         # Handlers with this key share machine code.  On GPUs they share none, because the code contains addresses.
-        self.code_key = "warp", self.param_sizes, self.placeholders, bool(self.lock_address)
+        self.code_key = "warp", self.param_sizes, self.placeholders, target.uses_tiles
 
     def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: _LaunchConfig) -> None:
         self.libcuda = _LibCuda()
@@ -7070,11 +7076,14 @@ class _WarpEmitter(_Emitter):
 # of bytes from one slice to the next, or 0 if all slices share the array.
 #
 # The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
-# free.  Kernels that `_create_batch_kernel` cannot copy get a launch for each slice.  For example, C++ code of the user
-# may read z, and the user's own adjoints would not find the gradients of moved arrays.
+# free.  Warp's adjoints find the gradient of a moved array in its field `grad`, whose pointer is moved, too.
+#
+# Kernels that `_create_batch_kernel` cannot copy get a launch for each slice.  For example, C++ code of the user may
+# read z, and the user's own adjoints do not use the field `grad`.
 
 _STEP = "_xla_step_{}"  # the parameter with the step of a buffer
 _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
+# C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
 _BATCH_KERNELS = _BoundedCache()  # {(content, arrays): batch kernel}
@@ -7083,7 +7092,7 @@ _BATCH_KERNELS = _BoundedCache()  # {(content, arrays): batch kernel}
 def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
     """Return the kernel whose blocks with index z run slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        key = _warp_content(kernel), arrays
+        key = _refreshed_content(kernel), arrays
         return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, arrays))
 
 
@@ -7102,7 +7111,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
     moves = []
     for name, field, buffer, _ in arrays:
         move, step = _MOVE.format(buffer), _STEP.format(buffer)
-        variables[move] = _move_function(wp, plain_copy.module, move, annotations[name], field)
+        variables[move] = _move_function(wp, move, annotations[name], field)
         annotations[step] = wp.int64
         moves.append(f"{name} = {move}({name}, {step})")
     tree: Any = ast.parse(source)
@@ -7110,14 +7119,14 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
     return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
 
 
-def _move_function(wp: Any, module: Any, key: str, array_type: Any, field: str) -> Any:
+def _move_function(wp: Any, key: str, array_type: Any, field: str) -> Any:
     """Return Warp's native function that moves an array, or its gradient, to the slice of the block."""
 
     def move(array: Any, step: Any) -> Any: ...  # only for its parameters: Warp compiles the C++ snippet
 
     move.__annotations__ = {"array": array_type, "step": wp.int64, "return": array_type}
     snippet = _MOVE_SNIPPET.format(field=field)
-    return wp.Function(move, key, "", module=module, native_snippet=snippet, source=_MOVE_SOURCE)
+    return wp.Function(move, key, "", native_snippet=snippet, source=_MOVE_SOURCE)
 
 
 def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, **options: Any) -> Any:
