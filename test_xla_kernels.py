@@ -2619,7 +2619,7 @@ def test_fakecuda_error_of_batch_launch_has_its_grid(fake_cuda, package_cuda):
 
 @pytest.mark.parametrize("function, text, n_launches", [
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY", 0),
-    ("cuMemsetD8Async", "cuMemsetD8Async could not initialize an output of kernel 'kernel'. If a kernel has", 0),
+    ("cuMemsetD8Async", "cuMemsetD8Async could not initialize an output (CUDA_ERROR_OUT_OF_MEMORY). If a kernel", 0),
     ("cuLaunchKernel", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY, from a launch with grid=(1, 2, 1), "
      "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel can have at most 128 threads in a block, because of "
      "its registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
