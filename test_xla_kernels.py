@@ -4879,6 +4879,14 @@ def test_op_generator_result_works_on_any_mesh():
     check_close(double(rows), 2 * rows)
 
 
+def test_op_kernel_is_checked_again_after_x64_changes():
+    """Tracing a call checks the kernel.  The outcome of the check may depend on x64."""
+    count = partial(op_with_kernel(lambda x: jnp.arange(x.size)), outs=spec(8, dtype=np.int32))
+    check_close(count(ONE_TO_8), np.arange(8, dtype=np.int32))
+    with x64(), pytest.raises(ValueError, match=re.escape("returned (int64[8])")):
+        jax.make_jaxpr(count)(ONE_TO_8)
+
+
 def test_op_generator_called_once_per_parameters():
     generated = []
 
@@ -4994,10 +5002,10 @@ RULE_ERRORS = {  # method, rules, error text
     "number of JVP rules": ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
     "JVP": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (any, float32[8])"),
-    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write `return results, residuals`"),
+    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write `return outputs, residuals`"),
     "batching": ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
                  "(float32[3,3,8]), but outs declares, with the batch"),
-    "axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 outputs and 0 axes"),
+    "axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 output and the axes []"),
 }  # fmt: skip
 
 

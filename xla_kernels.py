@@ -7432,14 +7432,16 @@ def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: 
 # 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
 # An op is a JAX primitive.  The platform, and with it the backend, is known only when a call is lowered:
 #
-#     op(x, outs=x, power=2)               `__call__`: the static parameters become an `_OpCall`
+#     op(x, outs=x, power=2)               `__call__`: outs, backend and static parameters become an `_OpCall`
 #       primitive.bind(x, _op_call=...)    JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
 #         lowering for "cpu"               `_op_lowering`: choose the `KernelEntry` of the backend
 #           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
 #             f(x)                         `_OpCall.kernel_jaxpr`: traced for one slice, batched, and lowered
 #
-# The op keeps the registered kernels, each in a `KernelEntry`, and the rules.  An `_OpCall` keeps the static parameters
-# of one call, and its recorded vmaps, each in a `_RecordedVmap`.  It is the only parameter of the primitive.
+# The op keeps the rules, and an entry (`KernelEntry`) for each registered kernel.  The entry holds a generator, which
+# is a function of the static parameters that returns the kernel.  An `_OpCall` also keeps the recorded vmaps of a call
+# (`_RecordedVmap`), and is the only parameter of the primitive.  The variables `ins` hold the operands of a call, and
+# `outs` the specs of its outputs.
 #
 # Besides the parts of JAX that are listed in section 1, this section relies on these details:
 # - The message of the error for a missing batching rule begins with "Batching rule for".
@@ -7465,7 +7467,7 @@ class XLACustomKernel(_PickledByReference):
     chosen backend is batched.  Derivatives come from the rules that you define: `def_jvp_rule`, `def_jvp_rule2`,
     `def_transpose_rule` or `def_vjp_rule`.  An op lives as long as the process.
 
-    An op has no side effects.  JAX drops a call if its results are unused, and it does not order calls.  If `vmap`
+    An op has no side effects.  JAX drops a call if its outputs are unused, and it does not order calls.  If `vmap`
     batches the predicate of a `cond`, both branches run, and errors of either branch are raised.  If `vmap` batches the
     condition of a `while_loop`, the kernel also runs for batch elements that have finished.
 
@@ -7476,20 +7478,19 @@ class XLACustomKernel(_PickledByReference):
     Args of a call:
       ins: arrays, Python scalars, or objects with `__dlpack__`, such as arrays of Warp, PyTorch and CuPy.
       outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
-        operands' abstract values that returns one of these.  It describes the results.  If it contains a dict, the
-        kernel must return a dict with the same keys: JAX flattens dicts in the order of their keys, so results are
-        matched by key.  The wrapper of a decorated kernel returns a tuple, so there declare a NamedTuple instead of a
-        dict.
+        operands' abstract values that returns one of these.  It describes the outputs.  If it contains a dict, the
+        kernel must return a dict with the same keys, because JAX sorts outputs by key.  Decorated kernels return no
+        dict.  Declare a NamedTuple for them.
       backend: str or None.  A registered backend.  Default None: the default backend of the platform.
       params: hashable static parameters, which generators and rules receive.  They are compared with `==`, except that
         values of different types differ, such as 1, 1.0 and True.
 
     Returns:
-      The results, in the structure of `outs`.
+      The outputs, in the structure of `outs`.
 
     Raises:
       TypeError: if a parameter is not hashable (such as a traced value), or if an operand is not an array.
-      ValueError: if the backend is not registered, or if the results of a kernel do not match `outs`.
+      ValueError: if the backend is not registered, or if the outputs of a kernel do not match `outs`.
       NotImplementedError: if no kernel is registered for the platform, or if JAX needs a rule that is not defined.
       Exception: errors of generators and kernels, with a note that names the op and the backend.
 
@@ -7508,10 +7509,10 @@ class XLACustomKernel(_PickledByReference):
         self.primitive = _OpPrimitive(self)
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
-        self._rules: dict[str, Any] = {}  # {kind: rule}; the kinds are "batching", "jvp", "transpose" and "vjp"
-        # A new rule clears the caches of JAX if the op may have been traced.  A new kernel does so if it changes an
-        # entry that was lowered: {(platform, backend of the call): entry}.
-        self._was_traced = False
+        # "batching" and "transpose": a function; "vjp": (fwd, bwd); "jvp": a function, or the list of `def_jvp_rule2`
+        self._rules: dict[str, Any] = {}
+        self._was_traced = False  # if so, a new rule clears JAX's caches
+        # {(platform, backend of the call): entry that was lowered}; a new kernel clears JAX's caches if it changes one
         self._lowered: dict[tuple[str, str | None], KernelEntry] = {}
         self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
         self.__doc__ = doc or self.__doc__
@@ -7568,13 +7569,12 @@ class XLACustomKernel(_PickledByReference):
           platform: str.  `"cpu"`, `"gpu"` or `"tpu"`.  `"cuda"` and `"rocm"` mean `"gpu"`.
           kg: a decorated kernel (`@njit`, `@cuda.jit`, `@wp.kernel`), a wrapper such as `numba_kernel(...)`, or a
             kernel generator.  A generator is a plain function `kg(outs=..., **params)`, called with the static
-            parameters of a call, and with `outs` (a tuple of specs) if it has such a parameter.  It returns a decorated
-            kernel, a wrapper, or a function that JAX can trace.  Default None: return a decorator.
+            parameters of a call, and with `outs` (a flat tuple of specs) if it has such a parameter.  It returns a
+            decorated kernel, a wrapper, or a function that JAX can trace.  Default None: return a decorator.
           asdefault: bool.  Whether this backend becomes the default of the platform.  Default False: the first
             registered backend is the default.
           options: for a decorated kernel, the options of `numba_kernel`, `numba_cuda_kernel` or `warp_kernel`, such as
-            `launch_dims` and `zero_outputs`.  A decorated kernel gets outputs of zeros, like every wrapper, unless you
-            pass `zero_outputs=False`.
+            `launch_dims` and `zero_outputs`.
 
         Returns:
           `kg`, or a decorator if `kg` is None.  The shorthands return the same.
@@ -7715,11 +7715,11 @@ class XLACustomKernel(_PickledByReference):
             )
         generator = _as_generator(self.title, backend, kg, options)
         platform, *fallback_platforms = map(self._normalize_platform, platforms)
-        self._entries.setdefault(platform, {})[backend] = KernelEntry(backend, platform, generator)
+        self._entries.setdefault(platform, {})[backend] = KernelEntry(backend, platform, generator, options=options)
         for other in fallback_platforms:
             entries = self._entries.setdefault(other, {})
             if backend not in entries or entries[backend].fallback:  # otherwise the user has registered this entry
-                entries[backend] = KernelEntry(backend, other, generator, fallback=True)
+                entries[backend] = KernelEntry(backend, other, generator, fallback=True, options=options)
         if asdefault:
             self._explicit_defaults[platform] = backend
         self._clear_caches_if_entries_changed()
@@ -7739,10 +7739,9 @@ class XLACustomKernel(_PickledByReference):
 
     def _clear_caches_if_entries_changed(self) -> None:
         """Clear JAX's caches if another kernel now serves calls that were lowered before."""
-        for (platform, backend), entry in list(self._lowered.items()):  # a copy, because threads may lower calls
-            if self._find_entry(platform, backend) is not entry:
-                self._clear_jax_caches_if_traced()
-                return
+        lowered = list(self._lowered.items())  # a copy, because threads may lower calls
+        if any(self._find_entry(platform, backend) is not entry for (platform, backend), entry in lowered):
+            self._clear_jax_caches_if_traced()
 
     def _clear_jax_caches_if_traced(self) -> None:
         """If JAX may have traced this op, clear all caches, so that every function is traced and compiled again.
@@ -7812,9 +7811,9 @@ class XLACustomKernel(_PickledByReference):
 
             fun(args, axes, **params) -> (outputs, output_axes)
 
-        Without this rule, the kernel of the backend is batched.  The batching rule runs when `vmap` is traced.  If the
-        op also has a JVP or transpose rule, which then gives the derivatives, the batching rule runs later, when a call
-        is lowered, and cannot use traced values of its closure.
+        Without a batching rule, the kernel of the backend is batched.  The batching rule runs when `vmap` is traced.
+        If the op also has a JVP or transpose rule, the batching rule runs later, when a call is lowered, and must not
+        use traced values of its closure.
 
         Args:
           fun: a function.  `args` holds the operands.  `axes` holds the position of the batch axis for each operand,
@@ -7846,8 +7845,8 @@ class XLACustomKernel(_PickledByReference):
         Args:
           fun: a function of two tuples with an item for each operand.  A zero tangent is a `jax.interpreters.ad.Zero`.
             `fun` returns two lists with an item for each output.  The tangent of an output may be None for zero.
-            `params` holds the static parameters of the call, `outs` (a tuple of specs) and `backend`.  A rule may omit
-            the parameters `outs` and `backend`.  An op that the rule calls uses its default backend.  To use the
+            `params` holds the static parameters of the call, `outs` (a flat tuple of specs) and `backend`.  A rule may
+            omit the parameters `outs` and `backend`.  An op that the rule calls uses its default backend.  To use the
             backend of the call instead, pass `backend=backend`.
 
         Example:
@@ -7873,7 +7872,7 @@ class XLACustomKernel(_PickledByReference):
           jvp_rules: a function or None for each operand, see `defjvp`.
         """
         subject = f"{self.title}: the JVP rule for operand"
-        rules = [rule and _wrap_user_function(rule, f"{subject} {i}") for i, rule in enumerate(jvp_rules)]
+        rules = [rule and _with_checked_signature(rule, f"{subject} {i}") for i, rule in enumerate(jvp_rules)]
         self._set_rule("jvp", rules)
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
@@ -7884,8 +7883,8 @@ class XLACustomKernel(_PickledByReference):
         Args:
           fun: a function.  `cotangents` is a list with an item for each output; a zero is a `jax.interpreters.ad.Zero`.
             An operand in which the op is linear is an `ad.UndefinedPrimal` (`ad.is_undefined_primal(x)` is True).
-            `params` is described in `def_jvp_rule`.  `fun` returns a list with a cotangent for each operand in which
-            the op is linear, and None for each other operand.
+            `params` is described in `def_jvp_rule`.  `fun` returns a list with an item for each operand.  It is a
+            cotangent if the op is linear in the operand.  Otherwise it is ignored, and may be None.
 
         Example:
           >>> op = XLACustomKernel("scale")
@@ -7900,17 +7899,16 @@ class XLACustomKernel(_PickledByReference):
     def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
         """Define the VJP rule as two functions, for example if a kernel computes the backward pass.
 
-            fwd(*ins, **params) -> (results, residuals)
+            fwd(*operands, **params) -> (outputs, residuals)
             bwd(residuals, cotangents, **params) -> operand cotangents
 
         The op then supports reverse mode only.  `fwd` may call the op, because JAX does not differentiate this call.
-        If an op has both a VJP rule and a JVP rule, it uses the one that was defined last.
+        A JVP rule and a VJP rule replace each other.
 
         Args:
-          fwd: a function.  `params` is described in `def_jvp_rule`.  The results, usually those of the op itself, have
-            the structure of `outs`.
-          bwd: a function.  The cotangents have the structure of `outs`.  `bwd` returns a cotangent for each operand, or
-            None for zero.
+          fwd: a function.  Its outputs are usually those of the op.  `params` is described in `def_jvp_rule`.  Its item
+            `outs` is a flat tuple, but the outputs and cotangents have the structure of the call's `outs`.
+          bwd: a function.  It returns a cotangent for each operand, or None for zero.
 
         Example:
           >>> op = XLACustomKernel("square")
@@ -7919,24 +7917,24 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        subject = f"{self.title}: a function of def_vjp_rule"
-        self._set_rule("vjp", (_wrap_user_function(fwd, subject), _wrap_user_function(bwd, subject)))
+        fwd = _with_checked_signature(fwd, f"{self.title}: fwd of the VJP rule")
+        bwd = _with_checked_signature(bwd, f"{self.title}: bwd of the VJP rule")
+        self._set_rule("vjp", (fwd, bwd))
 
     def _set_function_rule(self, rule_kind: str, fun: Callable) -> Callable:
         """Replace a rule by the user's function, and return the function."""
-        self._set_rule(rule_kind, _wrap_user_function(fun, f"{self.title}: the {rule_kind} rule"))
+        self._set_rule(rule_kind, _with_checked_signature(fun, f"{self.title}: the {rule_kind} rule"))
         return fun
 
     def _set_rule(self, rule_kind: str, rule: Any) -> None:
         """Define or replace a rule.  Functions that may depend on it are compiled again."""
-        if rule_kind == "jvp":
-            # `_OpCall.apply` prefers a VJP rule to a JVP rule.  So a new JVP rule has to remove an older VJP rule.  A
-            # new VJP rule need not remove an older JVP rule.
+        if rule_kind in ("jvp", "vjp"):  # these two replace each other
+            self._rules.pop("jvp", None)
             self._rules.pop("vjp", None)
         self._rules[rule_kind] = rule
         self._clear_jax_caches_if_traced()
 
-    # -- for BrainEvent: attributes that its operators define, and that its registry reads by these names ---
+    # -- for BrainEvent, which also reads these private attributes ---------------------------------------
 
     _call_fn: Callable | None = None  # prepares and checks operands, and calls the op
     _benchmark_data_fn: Callable | None = None  # creates benchmark data
@@ -7973,7 +7971,7 @@ class XLACustomKernel(_PickledByReference):
 
         Returns:
           A table, which prints as text.  Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
-          including compilation), `median_us`, `difference` (the maximum difference from the results of the first
+          including compilation), `median_us`, `difference` (the maximum difference from the outputs of the first
           backend that runs) and `error` (the error message of a backend that fails).
 
         Raises:
@@ -7989,15 +7987,15 @@ class XLACustomKernel(_PickledByReference):
             jitted = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
             try:
                 first_s, median_s = _time_calls(jitted, args)
-                results = jitted(*args)
-                reference = results if reference is None else reference
-                rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(results, reference)))
+                outputs = jitted(*args)
+                reference = outputs if reference is None else reference
+                rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(outputs, reference)))
             except Exception as error:
                 rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
         return _OpBenchmark(rows)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # entries are compared by identity
 class KernelEntry:
     """A kernel that is registered with an `XLACustomKernel`.  `def_kernel` creates it.
 
@@ -8007,16 +8005,18 @@ class KernelEntry:
       kernel_generator: the registered generator.  For a decorated kernel or a wrapper, a generator that returns it.
       fallback: bool.  Whether the kernel is the default only if the platform has no other kernels: Warp on CPUs, and
         Numba CUDA in Numba's simulator.  Default False.
+      options: dict.  The options of a decorated kernel.  Default {}.
     """
 
     backend: str
     platform: str
     kernel_generator: Callable
     fallback: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 # -- 11.2 Keys of caches -------------------------------------------------------------------------------
-# By these keys, an eager call finds its `_OpCall` without checking the outs and the parameters again.
+# With these keys, an eager call finds its `_OpCall` without checking the outs and the parameters again.
 
 
 def _outs_key(outs: Any) -> tuple:
@@ -8031,9 +8031,9 @@ def _outs_key(outs: Any) -> tuple:
 
 
 class _StaticParams(dict):
-    """The static parameters of a call, {name: value}, as a hashable dict that also compares types and signs of zeros.
+    """The static parameters of a call, {name: value}, as a dict with a hash.
 
-    For an ordinary dict, 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    Its `==` and its hash also distinguish types and signs of zeros: 1, 1.0 and True, and 0.0 and -0.0.
     """
 
     def __init__(self, params: dict[str, Any]) -> None:
@@ -8059,11 +8059,11 @@ def _static_value_key(value: Any) -> tuple:
     return (cls, value)
 
 
-# -- 11.3 Kernels: from a registered kernel to the results of one slice --------------------------------
+# -- 11.3 Kernels: from a registered kernel to the outputs of one slice --------------------------------
 
 
 def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
-    """Return a generator: the user's own, or one that returns the wrapper of a decorated kernel."""
+    """Return a generator: the user's own, or one that returns a decorated kernel or wrapper."""
     subject = f"the kernel of backend {backend!r} of {title}"
     decorated_backend = _decorated_backend(kg)
     if decorated_backend:
@@ -8081,17 +8081,17 @@ def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
             "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
         )
     if decorated_backend or isinstance(kg, _Wrapper):
-        return functools.partial(_generate_fixed_kernel, kg, options)
+        return functools.partial(_generate_fixed_kernel, kg)
     if not callable(kg):
         raise TypeError(
             "A kernel must be a decorated kernel, a wrapper, or a generator (a function that returns a kernel). Got "
             f"the {type(kg).__name__} {kg!r} for {subject}. Pass a function."
         )
     advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(backend)}"
-    return _wrap_user_function(kg, f"{title}: the generator of backend {backend!r}", advice)
+    return _with_checked_signature(kg, f"{title}: the generator of backend {backend!r}", advice)
 
 
-def _generate_fixed_kernel(kernel: Any, options: dict, /, outs: tuple, **params: Any) -> Callable:
+def _generate_fixed_kernel(kernel: Any, /, outs: tuple, **params: Any) -> Any:
     """Serve as the generator of a decorated kernel or a wrapper, which are the same for all static parameters."""
     if params:
         shown = ", ".join(params)
@@ -8099,16 +8099,10 @@ def _generate_fixed_kernel(kernel: Any, options: dict, /, outs: tuple, **params:
             f"A decorated kernel or a wrapper takes no static parameters. Got {shown} for {kernel!r}. "
             f"Register a generator that creates the kernel: lambda {shown}: make_kernel({shown})."
         )
-    return _wrap_if_decorated(kernel, outs, options)
+    return kernel
 
 
-def _wrap_if_decorated(function: Any, outs: tuple, options: dict) -> Any:
-    """Return the wrapper of a decorated kernel, and anything else unchanged."""
-    decorated_backend = _decorated_backend(function)
-    return _BACKENDS[decorated_backend].wrap(function, outs, **options) if decorated_backend else function
-
-
-def _wrap_user_function(fun: Callable, subject: str, advice: str = "") -> Callable:
+def _with_checked_signature(fun: Callable, subject: str, advice: str = "") -> Callable:
     """Return a function that calls a user's function, such as a rule or generator.
 
     It drops the arguments `outs` and `backend` if `fun` does not accept them.  If other arguments do not fit the
@@ -8134,26 +8128,24 @@ def _wrap_user_function(fun: Callable, subject: str, advice: str = "") -> Callab
 
 
 def _run_kernel(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
-    """Return the results of a kernel for one slice, as a flat list."""
+    """Return the outputs of a kernel for one slice, as a flat list."""
     subject = f"{op_call.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     varying_axes = _all_varying_axes(map(jax.typeof, ins))
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
     try:
-        function = _generated_function(
-            entry, op_call.outs, op_call.params, varying_axes, mesh, jax.config.jax_enable_x64
-        )
+        function = _generated_function(entry, op_call.outs, op_call.params, varying_axes, mesh, x64)
         # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
         is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
         if is_plain_function and entry.backend in _BACKENDS:
-            # Maybe the user forgot the decorator of a kernel, which also has parameters for the outputs.
-            function = _wrap_user_function(function, subject, _kernel_advice(entry.backend))
-        results = function(*ins)
+            # It may be a kernel that lacks its decorator, which also has parameters for the outputs.
+            function = _with_checked_signature(function, subject, _kernel_advice(entry.backend))
+        returned = function(*ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
         advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
         error.add_note(f"Raised by {subject}.{advice}")
         raise
-    return _flatten_results(subject, results, op_call)
+    return _flatten_outputs(subject, returned, op_call)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -8166,19 +8158,19 @@ def _generated_function(
       entry: the registered kernel.
       outs: the specs of one slice.
       params: the static parameters of the call.
-      varying_axes: the mesh axes over which the inputs vary.  The generator gets them in `outs`, and can pass them on,
-        for example to `pallas_call`.  They are hidden from the constants that it creates, because other traces reuse
-        these constants.
-      mesh: the current mesh, which is a part of the type of constants.
-      x64: whether 64 bits are enabled.  Like the mesh, this is a context for which constants are created.
+      varying_axes: the manual mesh axes over which the operands vary.  The generator gets them in `outs`, and can pass
+        them on, for example to `pallas_call`.  Wrappers ignore them.
+      mesh, x64: the current mesh, and whether x64 is enabled.  Constants that the generator creates depend on both.
     """
-    varying_outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in outs])
-    # Constants are computed now, so that they are arrays instead of tracers.  JAX can do so only if no axis is manual,
-    # so manual axes look automatic while the generator runs.
+    outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in outs])
+    # Other traces reuse the constants, so they are computed now, as arrays instead of tracers.  JAX can do so only if
+    # no axis is manual, so manual axes look automatic while the generator runs.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
-        generated = entry.kernel_generator(**params, outs=varying_outs)
-        function = _wrap_if_decorated(generated, outs, {})  # the results of a wrapper vary like its inputs
+        function = entry.kernel_generator(**params, outs=outs)
+        decorated_backend = _decorated_backend(function)
+        if decorated_backend:
+            function = _BACKENDS[decorated_backend].wrap(function, outs, **entry.options)
     if not callable(function):
         raise TypeError(
             f"A generator must return a decorated kernel, a wrapper, or a function of arrays. Got {function!r}. "
@@ -8186,7 +8178,7 @@ def _generated_function(
         )
     if isinstance(function, _Wrapper) and function.options.has_side_effect:
         raise TypeError(
-            "An op has no side effects, because JAX drops a call with unused results. The kernel has "
+            "An op has no side effects, because JAX drops a call with unused outputs. The kernel has "
             f"has_side_effect=True. Call {function!r} itself instead of the op."
         )
     return function
@@ -8199,11 +8191,11 @@ def _kernel_advice(backend: str) -> str:
     return "To register a function f of arrays, pass lambda: f."
 
 
-def _flatten_results(subject: str, returned: Any, op_call: _OpCall) -> list:
-    """Return the results of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
+def _flatten_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
+    """Return the outputs of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
     Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
-    hold the results in another order.
+    hold the outputs in another order.
     """
     leaves, structure = jax.tree.flatten(returned)
     # A dict with a single leaf is accepted, because a single leaf has only one order.
@@ -8219,10 +8211,10 @@ def _flatten_results(subject: str, returned: Any, op_call: _OpCall) -> list:
 def _checked_arrays(
     subject: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = ""
 ) -> list:
-    """Return the results as arrays, or raise if their number, shapes or dtypes are wrong.
+    """Return the values that a kernel or rule returned, as arrays.  Raise if their number, shapes or dtypes are wrong.
 
-    A result of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
-    result, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
+    A value of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
+    value, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
 
         The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return
         (float32[3], any), or None for zero.
@@ -8256,7 +8248,7 @@ class _OpPrimitive(Primitive):
     def __init__(self, op: XLACustomKernel) -> None:
         super().__init__(op.name)
         self.op = op
-        _define_impl(self, "_op_call")
+        _define_impl(self, "_op_call")  # the name of the parameter
         self.def_abstract_eval(self.as_jax_rule(_op_abstract_eval))
         ad.primitive_jvps[self] = self.as_jax_rule(_op_jvp)
         ad.primitive_transposes[self] = self.as_jax_rule(_op_transpose)
@@ -8278,7 +8270,7 @@ class _OpPrimitive(Primitive):
     def make_op_call(
         self, /, outs: Any = (), backend: str | None = None, _op_call: _OpCall | None = None, **params: Any
     ) -> _OpCall:
-        """Return the `_OpCall` of a bound primitive.  If the primitive was bound by hand, create it."""
+        """Return `_op_call`.  If it is None, create it from the other parameters of a call."""
         if _op_call:
             return _op_call
         specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
@@ -8298,7 +8290,7 @@ class _RecordedVmap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _OpCall:
-    """The static parameters of a call of an op, and the vmaps that were recorded so far."""
+    """The outs, backend and static parameters of a call of an op, and the vmaps that were recorded so far."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
     outs: tuple[Spec, ...]  # the leaves of the user's outs, for one slice
@@ -8309,7 +8301,7 @@ class _OpCall:
 
     @property
     def batched_outs(self) -> list[Spec]:
-        """The specs of the results, including the batch."""
+        """The specs of the outputs, including the batch."""
         batch_shape = [vmap.size for vmap in self.vmaps]
         return [Spec((*batch_shape, *out.shape), out.dtype) for out in self.outs]
 
@@ -8329,15 +8321,16 @@ class _OpCall:
         return jax.jit(self.apply)
 
     def apply(self, *ins: Any) -> Any:
-        """Bind the primitive, with the VJP rule if there is one, and return the results in the structure of outs."""
+        """Bind the primitive, with the VJP rule if there is one, and return the outputs in the structure of outs."""
         self.op._was_traced = True  # set here because a VJP rule need not bind the primitive
-        # Truncate dtypes to 32 bits, unless x64 is enabled for this call, or an operand has the dtype.
+        # `make_op_call` keeps 64-bit dtypes, because calls with and without x64 share an `_OpCall`.  Here they are
+        # truncated to 32 bits, unless x64 is enabled, or an operand has the same dtype.
         outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
         op_call = dataclasses.replace(self, outs=tuple(outs))
         op_call.check_kernel(ins)
         rule = self.op._rules.get("vjp")
-        results = _bind_with_vjp(op_call, ins, *rule) if rule else op_call.bind(*ins)
-        return self.tree.unflatten(results)
+        outputs = _bind_with_vjp(op_call, ins, *rule) if rule else op_call.bind(*ins)
+        return self.tree.unflatten(outputs)
 
     def check_kernel(self, ins: Sequence) -> None:
         """On a machine with only CPUs, trace the kernel, so that its errors are raised at the user's call.
@@ -8346,12 +8339,13 @@ class _OpCall:
         """
         if jax.default_backend() != "cpu":
             return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
-        entry = self.op._find_entry(_default_platform(), self.backend)
+        entry = self.op._find_entry("cpu", self.backend)
         if entry:
-            _check_kernel_once(self, entry, jax.sharding.get_abstract_mesh(), *map(jax.typeof, ins))
+            mesh, x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+            _check_kernel_once(self, entry, tuple(map(jax.typeof, ins)), mesh, x64)
 
     def bind(self, *ins: Any) -> list:
-        """Bind the primitive, and return the results as a flat list."""
+        """Bind the primitive, and return the outputs as a flat list."""
         return self.op.primitive.bind(*ins, _op_call=self)
 
     def under_vmap(self, vmap: _RecordedVmap) -> _OpCall:
@@ -8370,21 +8364,21 @@ class _OpCall:
         try:
             closed_jaxpr = trace(jax.vmap)
         except NotImplementedError as error:
-            if not str(error).startswith("Batching rule for"):  # jax 0.9 to 0.12
+            if not str(error).startswith("Batching rule for"):
                 raise
-            closed_jaxpr = trace(_map_slices)
-        _check_no_tracers_or_effects(self.op.title, closed_jaxpr)
+            closed_jaxpr = trace(_sequential_vmap)
+        _check_lowerable(self.op.title, closed_jaxpr)
         return closed_jaxpr
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, mesh: Any, *avals: Any) -> None:
-    """Raise if a kernel cannot be traced.  The current mesh is an argument, because a trace depends on it."""
+def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, avals: tuple, mesh: Any, x64: bool) -> None:
+    """Raise if a kernel cannot be traced.  The current mesh and x64 are arguments, because a trace depends on them."""
     op_call.kernel_jaxpr(entry, avals)
 
 
 def _run_batch(op_call: _OpCall, entry: KernelEntry, vmap_function: Callable, *ins: Any) -> list:
-    """Return the results of a kernel under the recorded vmaps.  `vmap_function` is `jax.vmap` or `_map_slices`."""
+    """Return the outputs of a kernel under the recorded vmaps, with `jax.vmap` or `_sequential_vmap`."""
     outs = op_call.batched_outs
     if outs and all(0 in out.shape for out in outs):
         return list(map(_zeros, outs))  # not every backend accepts such calls
@@ -8392,11 +8386,11 @@ def _run_batch(op_call: _OpCall, entry: KernelEntry, vmap_function: Callable, *i
     in_axes_per_vmap = op_call.in_axes_per_vmap
     if op_call.vmaps and op_call.vmaps[-1].batching_rule:
         function = functools.partial(_run_batching_rule, op_call, op_call.vmaps[-1])
-        in_axes_per_vmap.pop()
+        in_axes_per_vmap = in_axes_per_vmap[:-1]
     return _call_under_vmaps(function, in_axes_per_vmap, ins, vmap_function)
 
 
-def _check_no_tracers_or_effects(title: str, closed_jaxpr: Any) -> None:
+def _check_lowerable(title: str, closed_jaxpr: Any) -> None:
     """Raise if a kernel has ordered effects, or uses traced values or vmap axes, which do not exist at lowering."""
     for x in closed_jaxpr.consts:
         if isinstance(x, jax.core.Tracer):
@@ -8417,9 +8411,9 @@ def _check_no_tracers_or_effects(title: str, closed_jaxpr: Any) -> None:
 
 
 def _op_abstract_eval(op_call: _OpCall, *avals: Any) -> list:
-    """Return the abstract values of the results.  Their batch dimensions are sharded like those of the operands."""
-    # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one entry of
-    # the PartitionSpec of each operand that it batches.
+    """Return the abstract values of the outputs.  Their batch dimensions are sharded like those of the operands."""
+    # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one item of the
+    # PartitionSpec of each operand that it batches.
     remaining_partitions = [iter(aval.sharding.spec) for aval in avals]
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in op_call.in_axes_per_vmap:
@@ -8453,11 +8447,11 @@ def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
 #
 # An op may have its own batching rule:
 #
-# - If the op has no other rules, the batching rule runs at once, like any batching rule of JAX.  JAX can differentiate
-#   it, and it can use traced values.  The same holds if the op only has a VJP rule, which then gives the derivative.
-# - If the op has a JVP or transpose rule, the batching rule runs at lowering, for the innermost recorded vmap.  If it
-#   ran at once, JAX would differentiate its operations instead of using the rule of the op.  Their derivatives may
-#   differ from those of the op (surrogate gradients), or not exist.
+# - Without a JVP or transpose rule, the batching rule runs at once, like any batching rule of JAX.  It can use traced
+#   values.  JAX differentiates its operations, unless the op has a VJP rule.
+# - With a JVP or transpose rule, the batching rule runs at lowering, for the innermost recorded vmap.  If it ran at
+#   once, JAX would differentiate its operations instead of using the rule of the op.  Their derivatives may differ from
+#   those of the op (surrogate gradients), or not exist.
 # - If the batching rule calls `general_batching_rule`, the vmap that this call records does not use the batching rule
 #   again, to avoid endless recursion.
 
@@ -8488,7 +8482,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
       (5,) 0
     """
     vmap, ins = _record_vmap(args, axes)
-    primitive = getattr(prim, "primitive", prim)
+    primitive = prim.primitive if isinstance(prim, XLACustomKernel) else prim
     if isinstance(primitive, _OpPrimitive):
         if "outs" not in params or callable(params["outs"]):
             raise TypeError(
@@ -8498,8 +8492,8 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         op_call = primitive.make_op_call(**params)
         outputs = op_call.tree.unflatten(op_call.under_vmap(vmap).bind(*ins))
     else:
-        function = functools.partial(getattr(prim, "bind", prim), **params)
-        outputs = _map_slices(function, vmap.in_axes)(*ins)
+        function = functools.partial(prim.bind if isinstance(prim, Primitive) else prim, **params)
+        outputs = _sequential_vmap(function, vmap.in_axes)(*ins)
     return outputs, jax.tree.map(lambda _: 0, outputs)
 
 
@@ -8509,10 +8503,10 @@ def _op_batching(op_call: _OpCall, args: Sequence, axes: Sequence) -> tuple:
     batching_rule = None if op_call.vmaps else rules.get("batching")  # only for the innermost vmap
     vmap, ins = _record_vmap(args, axes, batching_rule)
     if batching_rule and "jvp" not in rules and "transpose" not in rules:
-        results = _run_batching_rule(op_call, vmap, *ins)
+        outputs = _run_batching_rule(op_call, vmap, *ins)
     else:
-        results = op_call.under_vmap(vmap).bind(*ins)
-    return results, [0] * len(results)
+        outputs = op_call.under_vmap(vmap).bind(*ins)
+    return outputs, [0] * len(outputs)
 
 
 def _record_vmap(
@@ -8525,17 +8519,17 @@ def _record_vmap(
 
 
 def _run_batching_rule(op_call: _OpCall, vmap: _RecordedVmap, *ins: Any) -> list:
-    """Return the results of the user's batching rule, with the batch axis in front."""
+    """Return the outputs of the user's batching rule, with the batch axis in front."""
     subject = f"The batching rule of {op_call.op.name!r}"
-    results, axes = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
-    if not isinstance(results, (list, tuple)):
-        results, axes = [results], [axes]
-    if len(results) != len(axes):
+    outputs, axes = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
+    if not isinstance(outputs, (list, tuple)):
+        outputs, axes = [outputs], [axes]
+    if len(outputs) != len(axes):
         raise ValueError(
-            f"{subject} must return an axis for each output. It returned {len(results)} outputs and {len(axes)} axes. "
-            "Return (outputs, [0] * len(outputs)) if the batch axes are in front."
+            f"{subject} must return an axis for each output. It returned {_counted(len(outputs), 'output')} and the "
+            f"axes {axes}. Return (outputs, [0] * len(outputs)) if the batch axes are in front."
         )
-    in_front = [_batch_in_front(x, axis, vmap.size) for x, axis in zip(results, axes)]
+    in_front = [_batch_in_front(x, axis, vmap.size) for x, axis in zip(outputs, axes)]
     expected = [Spec((vmap.size, *out.shape), out.dtype) for out in op_call.outs]
     return _checked_arrays(subject, in_front, "outs declares, with the batch axis in front,", expected)
 
@@ -8562,7 +8556,7 @@ def _slice_if_symbolic(x: Any, axis: int | None) -> Any:
     return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
 
 
-def _map_slices(function: Callable, in_axes: tuple) -> Callable:
+def _sequential_vmap(function: Callable, in_axes: tuple) -> Callable:
     """Return a function like `jax.vmap(function, in_axes)` that runs one slice after another."""
 
     def mapped(*ins: Any) -> Any:
@@ -8582,7 +8576,7 @@ def _map_slices(function: Callable, in_axes: tuple) -> Callable:
 #
 #     the JVP rule takes           x, w, and their tangents (in_axes 0, None, 0, None)
 #     the JVP rule returns         out, and its tangent
-#     the transpose rule takes     the cotangent of out, x and w (in_axes 0, 0, None)
+#     the transpose rule takes     out's cotangent, x and w (in_axes 0, 0, None)
 #     the transpose rule returns   the cotangents of x and w
 #
 # Under the vmap, the cotangent of w has the shape [8,3], because each slice contributes one.  `_op_transpose` adds them
@@ -8596,10 +8590,10 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
 
     Args:
       primitive: an `XLACustomKernel`, its `primitive`, or another JAX primitive.
-      jvp_rules: a function or None for each operand.  The function returns the contribution of the operand's tangent to
-        the tangents of the outputs.  For one output, this is an array; otherwise it is a list or tuple.  None means
-        zero.  The function is called only if the operand is differentiated.  An operand with None contributes nothing.
-        `params` is described in `XLACustomKernel.def_jvp_rule`.
+      jvp_rules: a function for each operand, or None for a zero derivative.  The function returns the contribution of
+        the operand's tangent to the tangents of the outputs: an array for one output, otherwise a list or tuple, with
+        None for zero.  It is called only if the operand is differentiated.  `params` is described in
+        `XLACustomKernel.def_jvp_rule`.  For another primitive, it holds the parameters of the primitive.
 
     Raises:
       TypeError: if `primitive` is neither an op nor a primitive.
@@ -8611,24 +8605,26 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
       >>> print(jax.grad(lambda x: op(x, 3.0, outs=lambda x, y: x))(2.0))
       3.0
     """
-    op = getattr(primitive, "op", primitive)
-    if isinstance(op, XLACustomKernel):
-        op.def_jvp_rule2(*jvp_rules)
-    elif isinstance(op, Primitive):
-        ad.primitive_jvps[op] = functools.partial(_primitive_jvp, op, jvp_rules)
+    if isinstance(primitive, _OpPrimitive):
+        primitive = primitive.op
+    if isinstance(primitive, XLACustomKernel):
+        primitive.def_jvp_rule2(*jvp_rules)
+    elif isinstance(primitive, Primitive):
+        ad.primitive_jvps[primitive] = functools.partial(_primitive_jvp, primitive, jvp_rules)
     else:
         raise TypeError(
-            f"defjvp takes an XLACustomKernel or a jax Primitive. Got {op!r}. For a function, use jax.custom_jvp."
+            f"defjvp takes an XLACustomKernel or a jax Primitive. Got {primitive!r}. For a function, use "
+            "jax.custom_jvp."
         )
 
 
 def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any, /, **params: Any) -> tuple:
     """Apply the rules of `defjvp` to a primitive that is not an op."""
-    results = primitive.bind(*primals, **params)
-    outputs = results if primitive.multiple_results else [results]
+    returned = primitive.bind(*primals, **params)
+    outputs = returned if primitive.multiple_results else [returned]
     tangents_out = _sum_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
     tangents_out = _with_zero_tangents(outputs, tangents_out)
-    return results, tangents_out if primitive.multiple_results else tangents_out[0]
+    return returned, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
 def _with_zero_tangents(outputs: Sequence, tangents: Sequence) -> list:
@@ -8639,10 +8635,7 @@ def _with_zero_tangents(outputs: Sequence, tangents: Sequence) -> list:
 def _sum_jvp_terms(
     name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
 ) -> list:
-    """Return the tangents of the outputs, with None for zero.
-
-    They are the sums of the terms that the rules of `defjvp`, one for each operand, return.
-    """
+    """Return the sum of the output tangents of the rules, which are one for each operand.  None means zero."""
     if len(rules) != len(primals):
         raise ValueError(
             f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
@@ -8675,11 +8668,11 @@ def _op_jvp(op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
     n_primals = len(primals)
 
     def jvp_of_slice(*values: Any) -> tuple:
-        primals, tangents = values[:n_primals], values[n_primals:]
+        xs, ts = values[:n_primals], values[n_primals:]  # slices of the primals and tangents
         if isinstance(rule, list):  # the rules of `def_jvp_rule2`, one for each operand
-            outputs = slice_call.bind(*primals)
-            return outputs, _sum_jvp_terms(op.name, rule, primals, tangents, outputs, op_call.rule_params)
-        outputs, tangents_out = rule(primals, tangents, **op_call.rule_params)
+            outputs = slice_call.bind(*xs)
+            return outputs, _sum_jvp_terms(op.name, rule, xs, ts, outputs, op_call.rule_params)
+        outputs, tangents_out = rule(xs, ts, **op_call.rule_params)
         outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.outs)
         return outputs, _checked_tangents(subject, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
@@ -8702,9 +8695,9 @@ def _op_transpose(op_call: _OpCall, cts: Sequence, *operands: Any) -> list:
     n_cts = len(cts)
 
     def transpose_of_slice(*values: Any) -> list:
-        cts, operands = list(values[:n_cts]), values[n_cts:]
-        avals = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
-        returned = rule(cts, *operands, **op_call.rule_params)
+        ct_slices, xs = list(values[:n_cts]), values[n_cts:]
+        avals = [x.aval if ad.is_undefined_primal(x) else None for x in xs]
+        returned = rule(ct_slices, *xs, **op_call.rule_params)
         return _checked_tangents(f"The transpose rule of {op.name!r}", returned, "the operands are", avals)
 
     in_axes_per_vmap = [(*[0] * n_cts, *in_axes) for in_axes in op_call.in_axes_per_vmap]  # each output is batched
@@ -8721,20 +8714,20 @@ def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable
     """Bind the primitive with the op's VJP rule."""
     avals = list(map(jax.typeof, ins))
     params = op_call.rule_params
-    subject = f"The VJP rule of {op_call.op.name!r}"
+    subject = f"of the VJP rule of {op_call.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
         returned = fwd(*ins, **params)
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
-                f"{subject}: fwd must return a pair. Got {returned!r:.80}. Write `return results, residuals`, with "
-                "None if bwd needs no residuals."
+                f"fwd {subject} must return a pair. Got {returned!r:.80}. Write `return outputs, residuals`, with None "
+                "if bwd needs no residuals."
             )
-        return _flatten_results(subject, returned[0], op_call), returned[1]
+        return _flatten_outputs(f"fwd {subject}", returned[0], op_call), returned[1]
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, op_call.tree.unflatten(cotangents), **params)
-        return tuple(_checked_tangents(subject, returned, "the operands are", avals))
+        return tuple(_checked_tangents(f"bwd {subject}", returned, "the operands are", avals))
 
     return _with_vjp(op_call.bind, forward, backward)(*ins)
 
@@ -8742,7 +8735,7 @@ def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable
 def _checked_tangents(subject: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
     """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
 
-    A rule may return a zero as None, `ad.Zero` or an undefined primal.  A result is dropped, which leaves None, if its
+    A rule may return a zero as None, `ad.Zero` or an undefined primal.  A value is dropped, which leaves None, if its
     aval is None or has a dtype without derivative.
     """
     if not isinstance(returned, (list, tuple)):
@@ -8784,12 +8777,14 @@ def _time_calls(function: Callable, args: Sequence) -> tuple[float, float]:
     return first_s, float(np.median(timer.repeat(n_repetitions, 1)))
 
 
-def _max_difference(results: Any, reference: Any) -> float:
+def _max_difference(outputs: Any, reference: Any) -> float:
     """Return the maximum absolute difference.  Equal infinities, and NaNs in the same place, do not differ."""
-    # Appending 0j makes the arrays complex (bools cannot be subtracted) and non-empty (an op may have no outputs).
-    x, y = [np.concatenate([np.ravel(leaf) for leaf in [*jax.tree.leaves(tree), 0j]]) for tree in (results, reference)]
-    differs = ~np.isclose(x, y, 0, 0, equal_nan=True)
-    return np.max(np.abs(x[differs] - y[differs]), initial=0.0)
+    maxima = [0.0]
+    for leaves in zip(jax.tree.leaves(outputs), jax.tree.leaves(reference)):
+        x, y = [np.asarray(leaf, complex) for leaf in leaves]  # bools cannot be subtracted
+        differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
+        maxima.append(np.max(np.abs(x[differs] - y[differs]), initial=0.0))
+    return np.max(maxima)
 
 
 # ======================================================================================================
@@ -8797,10 +8792,10 @@ def _max_difference(results: Any, reference: Any) -> float:
 
 
 class _Backend(NamedTuple):
-    """A backend with kernels of its own."""
+    """A backend whose kernels have a decorator.  An op may have other backends, with any names."""
 
     install_hints: dict[str, str]  # {platform: how to install the backend for it}
-    kernel_classes: tuple[str, ...]  # "package.Class" of decorated kernels: names, so that nothing is imported
+    kernel_classes: tuple[str, ...]  # the classes of decorated kernels, as "package.Class", so nothing is imported
     decorator: str  # for error messages
     wrap: Callable  # (decorated kernel, outs, **options) -> wrapper
     make_check: Callable[[], Any]  # returns a wrapper that computes 2 * x + y, for the self-check
@@ -8888,7 +8883,7 @@ def _self_check() -> int:
             try:
                 report = f"works, {_check_and_time(backend, platform):.2f} µs per call under jit"
             except ImportError as error:
-                report = f"not available: {error}\n{'':17}to get it: {install_hint}"
+                report = f"not available: {error}\n{' ' * 17}to get it: {install_hint}"
             except Exception as error:
                 status = 1
                 report = f"FAILED: {type(error).__name__}: {error}"
