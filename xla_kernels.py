@@ -3669,7 +3669,10 @@ class _NumbaKernel(_NumbaWrapper):
             return kernel
         options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
         pipeline = kernel._compiler.pipeline_class
-        return numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
+        dispatcher = numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
+        if type(kernel._cache).__name__ != "NullCache":  # cache=True, which is not one of the `targetoptions`
+            dispatcher.enable_caching()
+        return dispatcher
 
 
 def _is_ufunc(kernel: Any) -> bool:
@@ -3681,8 +3684,7 @@ class _ArgumentMap(NamedTuple):
     """How a kernel is called with the buffers b0, b1, ... of a call.
 
     `args`, `scalars`, `copied` and `results` contain indices of buffers.  A position in `args` is the position of a
-    parameter.  Target names depend on the names of the class and its fields (`_Specialization.base_name`), so do not
-    rename them.
+    parameter.  Do not rename the class and its fields: their `repr` is hashed into the names of targets.
 
     The adapter of an argument map is a function of all buffers that calls the kernel.  For example, if `kernel(x, n)`
     takes a 0-d input n as a scalar and returns its output, the adapter is:
@@ -3697,7 +3699,7 @@ class _ArgumentMap(NamedTuple):
 
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
-    scalars: frozenset[int] = frozenset()  # the buffers in `args` whose only element is passed, as a scalar
+    scalars: frozenset[int] = frozenset()  # the inputs whose only element is passed, as a scalar (no in-out arguments)
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
     # For a batch launch, the ranks of the slices.  The batch is the first dimension of every buffer, and the adapter
@@ -3707,8 +3709,8 @@ class _ArgumentMap(NamedTuple):
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
         n_parameters = len(inspect.signature(_py_func(kernel)).parameters)
-        is_named = n_parameters == len(_parameter_names(kernel))  # not for `*args`, which Numba compiles as one tuple
-        return is_named and self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
+        has_varargs = n_parameters != len(_parameter_names(kernel))  # `*args`, which Numba compiles as one tuple
+        return not has_varargs and self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
 
     def named_args(self, parameters: Sequence[str]) -> list[tuple[str, int]]:
         """Return the name and the buffer of each argument.  Arguments beyond these parameters belong to `*args`."""
@@ -3763,7 +3765,7 @@ class _NumbaCompiler:
               _compile_for_buffers   compiles the kernel for read-only inputs; if that fails, for writable inputs
                 _compile_kernel      compiles the kernel itself
                 _check_results       checks what the kernel returns
-                _storing_adapter     creates the adapter, if the kernel needs one
+                _jitted_adapter      creates the adapter, if the kernel needs one
     """
 
     kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
@@ -3778,7 +3780,7 @@ class _NumbaCompiler:
 
     @functools.cached_property
     def only_read(self) -> set:
-        """The positions of the parameters that the kernel only reads."""
+        """The positions of the parameters that the kernel only reads, and the names of such globals."""
         return _find_only_read(self.kernel)
 
     def compile_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
@@ -3810,7 +3812,7 @@ class _NumbaCompiler:
     def _first_that_compiles(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
         """Return the first argument map with which the kernel compiles, and the compiled function of all buffers.
 
-        If there is none, raise the error of the first map.
+        There are two maps only if the kernel has `*args` or default values.  If none works, raise the first error.
         """
         errors = []
         for argument_map in argument_maps:
@@ -3823,27 +3825,28 @@ class _NumbaCompiler:
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function of all buffers.  Raise an error if the kernel breaks a rule for stores.
 
-        The rules for inputs (7.3):
+        An input has a proof if LLVM or Numba's IR shows that the kernel only reads it (7.3).  If all inputs have one,
+        the kernel is accepted.  Otherwise:
 
-            the kernel compiles for read-only inputs                 it runs as it is
-            the same, but it may ignore that they are read-only      it gets copies of the inputs without a proof
-            it only compiles for writable inputs: it has a store     error, if an input has no proof
-            it only compiles for writable inputs: another reason     it gets copies of the inputs without a proof
+            it compiles for read-only inputs                                    accepted
+            the same, but it uses a function for which Numba ignores this       it gets copies of inputs without a proof
+            it compiles for writable inputs only, because of a store            error
+            it compiles for writable inputs only, for another reason            it gets copies of inputs without a proof
         """
         overload, readonly_error = self._compile_for_buffers(argument_map)
-        maybe_written = set()  # the inputs that are not proven to be only read (7.3)
+        unproven = set()  # inputs
         if readonly_error or _may_ignore_readonly(self.kernel):
-            maybe_written = _unproven_inputs(self.only_read, argument_map, self.signature)
-            maybe_written -= _unwritten_buffers(overload, self.signature)
+            unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
+            unproven -= _unwritten_buffers(overload, self.signature)
         # The other reason is a helper with an explicit signature, which only accepts writable arrays.
-        if maybe_written and readonly_error and _is_store_to_readonly(readonly_error):
-            names = argument_map.names_of(maybe_written, self.parameters)
-            more = f" To change a copy only, write to {names[0]}.copy().\n{_plain_text(readonly_error)}"
+        if unproven and readonly_error and _is_store_to_readonly(readonly_error):
+            names = argument_map.names_of(unproven, self.parameters)
+            more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
             raise _read_only_input_error(f"{self.title} writes", names, more=more) from readonly_error
         self._check_outputs(argument_map)
-        if maybe_written:
-            _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
-            overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
+        if unproven:
+            _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
+            overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))
         return overload
 
     def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[Any, Exception | None]:
@@ -3854,14 +3857,14 @@ class _NumbaCompiler:
         from numba import types as nbtypes
 
         compile_kernel = functools.partial(self._compile_kernel, argument_map)
-        returned, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
+        returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
         if argument_map.results:
-            self._check_results(argument_map, returned)
+            self._check_results(argument_map, returned_type)
         else:
-            self._check_returns_nothing(argument_map, returned)
+            self._check_returns_nothing(argument_map, returned_type)
         function = self.kernel
         if _is_ufunc(self.kernel) or not argument_map.is_identity_for(self.kernel):
-            function = self._storing_adapter(argument_map, returned)
+            function = self._jitted_adapter(argument_map, returned_type)
         buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
         try:
             function.compile(buffer_types)
@@ -3887,17 +3890,18 @@ class _NumbaCompiler:
         call_type = context.resolve_value_type(self.kernel).get_call_type(context, tuple(argument_types), {})
         return call_type.return_type
 
-    def _storing_adapter(self, argument_map: _ArgumentMap, returned: Any) -> Any:
-        """Return a dispatcher of the adapter, which stores the values that the kernel returns to the outputs."""
+    def _jitted_adapter(self, argument_map: _ArgumentMap, returned_type: Any) -> Any:
+        """Return a dispatcher of the adapter, which also stores the values that the kernel returns, if any."""
         import numba
         from numba import types as nbtypes
 
-        leaves = _returned_leaves(returned)
+        leaves = _returned_leaves(returned_type)
         copy_lines = []
         store_lines = []
         for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
             if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
-                # The value may be a view of an output that an earlier line overwrites.
+                # The value may be a view of an output that an earlier line overwrites.  (In a single store, Numba
+                # handles a view of the same output.)
                 copy_lines.append(f"r{buffer} = {value}.copy()")
                 value = f"r{buffer}"
             if self.signature.ranks[buffer]:
@@ -3986,12 +3990,13 @@ def _compile_readonly_or_writable(
             raise _compile_error(compiler, signature, readonly_error) from readonly_error
 
 
-class ShapeError(ValueError):  # public, because its name is in the error's text
+class ShapeError(ValueError):  # no underscore, because its name is in the error's text
     """A kernel returned an array whose shape differs from the one that `outs` declares."""
 
     def __str__(self) -> str:
         returned, declared = self.args
-        return f"it returned an array of shape {returned}, where outs declares {declared}"
+        fix = "If the shape depends on the data, declare a fixed capacity in outs, and return a count, too"
+        return f"it returned an array of shape {returned}, where outs declares {declared}. {fix}"
 
 
 def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str, Any]:
@@ -4045,7 +4050,7 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
 
 
 def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature: _Signature) -> set[int]:
-    """Return the inputs to which a kernel may write.  `only_read` is what `_find_only_read` returns for the kernel.
+    """Return the inputs without a proof by Numba's IR.  `only_read` is what `_find_only_read` returns for the kernel.
 
     Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
     """
@@ -4106,21 +4111,24 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     """Return the parameters (their positions) and the globals (their names) that a kernel or helper only reads.
 
     A use that is not known to be a read counts as a store.  For example, in `v = x[0]; v[1] = 2` the variable `v` may
-    be a view of `x`, and is stored to.  So `x` is not only read.  If the function always raises, return an empty set.
+    be a view of `x`, and is stored to.  So `x` is not only read.  The set is empty if nothing is known: Numba cannot
+    read the function, or the function always raises, so that its outputs do not matter.  `call_stack` contains the
+    functions whose analysis needs this one.
     """
-    from numba.core import ir, ssa
+    from numba.core import ir as nbir
+    from numba.core import ssa
 
     numba_ir = _numba_ir(kernel)
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
-    if not any(isinstance(block.terminator, ir.Return) for block in blocks):
+    if not any(isinstance(block.terminator, nbir.Return) for block in blocks):
         return set()
     uses = _VariableUses(kernel, numba_ir, call_stack)
     for block in blocks:
         for statement in block.body:
             uses.add(statement)
-    pending = uses.stored
+    pending = list(uses.stored)
     written = set()
-    while pending:  # a store to a view is also a store to the variables that it views
+    while pending:  # a store to a view is also a store to the variables that it views; `pop` ends cycles
         variable = pending.pop()
         written.add(uses.origins.get(variable.name))
         pending += uses.viewed.pop(variable.name, [])
@@ -4140,10 +4148,11 @@ class _VariableUses:
 
     def add(self, statement: Any) -> None:
         """Add the uses in a statement."""
-        from numba.core import ir
+        from numba.core import ir as nbir
 
-        value = statement.value if isinstance(statement, ir.Assign) else statement
-        kind = value.op if isinstance(value, ir.Expr) else type(value).__name__
+        value = statement.value if isinstance(statement, nbir.Assign) else statement
+        # The name of an operation ("getitem"), or of the class of another node ("Arg").  A "cast" is only in returns.
+        kind = value.op if isinstance(value, nbir.Expr) else type(value).__name__
         if kind in ("binop", "unary", "cast", "Return") or (kind == "getattr" and value.attr in _ARRAY_METADATA):
             return
         if kind in ("Arg", "Global", "FreeVar"):
@@ -4163,14 +4172,15 @@ class _VariableUses:
 
     def add_call(self, viewed: list, call: Any) -> None:
         """Add the uses in a call.  `viewed` gets the variables of which the result may be a view."""
-        from numba.core import errors, ir, ir_utils
+        from numba.core import errors, ir_utils
+        from numba.core import ir as nbir
 
         callee = ir_utils.guard(ir_utils.get_definition, self.numba_ir, call.func)
         function, method = None, ""
         try:
             function = self.numba_ir.infer_constant(call.func.name)
         except errors.ConstantInferenceError:  # not a captured value or an attribute of a module
-            if isinstance(callee, ir.Expr) and callee.op == "getattr":
+            if isinstance(callee, nbir.Expr) and callee.op == "getattr":
                 method = callee.attr
         read: Container = ()  # the positions of arguments that are only read
         read_or_viewed: Container = ()  # those that are only read, and of which the result may be a view
@@ -4188,7 +4198,9 @@ class _VariableUses:
         self.stored += [argument for _, argument in call.kws] + ([call.vararg] if call.vararg else [])
         if method == "view":
             viewed.append(call.func)
-        elif method != "dot":  # other methods may store to their object, such as `x.sort()`
+        elif method != "dot":
+            # Other methods may store to their object.  For `x.sort()`, `call.func` is `x.sort`, which counts as a view
+            # of `x`.  For a function, which views nothing, this has no effect.
             self.stored.append(call.func)
 
 
@@ -4210,6 +4222,7 @@ def _may_ignore_readonly(kernel: Any) -> bool:
         code = getattr(function, "__code__", _EMPTY_CODE)
         values = [helper, *(value for _, value in _captured_values(function))]
         names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
+        # A gufunc stores to the arguments after its inputs.
         is_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
         if is_gufunc or not _IGNORE_READONLY.isdisjoint(names) or any(map(_builds_dict, _code_and_nested(code))):
             return True
@@ -4231,7 +4244,7 @@ def _uses_object_mode(kernel: Any) -> bool:
     """
     for function in _kernel_and_helpers(kernel):
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-        type_names = [type(value).__name__ for _, value in _captured_values(function)]
+        type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
         if "objmode" in names or "_ObjModeContextType" in type_names:
             return True
     return False
@@ -4274,7 +4287,7 @@ class _NumbaEmitter(_Emitter):
             if exception_address:
                 exception = ctypes.cast(exception_address, ctypes.py_object).value
             else:  # a helper in object mode was called through a function pointer, so `_uses_object_mode` missed it
-                exception = RuntimeError("an exception that is lost in object mode")
+                exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
             return _store_error_message(exception, label)
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
@@ -4379,7 +4392,7 @@ _ADVICE = {
 }
 
 
-def _plain_text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
     text = str(error) or type(error).__name__
     return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
@@ -4387,12 +4400,12 @@ def _plain_text(error: Exception) -> str:
 
 def _is_store_to_readonly(error: Exception) -> bool:
     """Return whether a Numba error says that a kernel stores to a read-only array."""
-    return re.search(_STORE_TO_READONLY, _plain_text(error)) is not None
+    return re.search(_STORE_TO_READONLY, _error_text(error)) is not None
 
 
 def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
-    text = _plain_text(error)
+    text = _error_text(error)
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
     # numba-cuda: <ufunc 'multiply'>, numba-cuda-mlir: 'Float' object has no attribute 'dtype'
     is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
@@ -5650,7 +5663,7 @@ def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
 
 def _writable_only_error(title: str, names: Sequence[str], readonly_error: Exception) -> TypeError:
     """Return the error for a kernel that compiles only for writable inputs, and may write to one of these."""
-    text = _plain_text(readonly_error)
+    text = _error_text(readonly_error)
     if _is_store_to_readonly(readonly_error):
         return _read_only_input_error(f"{title} writes", names, more=f"\n{text}")
     reason = ": it compiles only for writable arrays"
