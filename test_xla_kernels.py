@@ -3252,6 +3252,8 @@ WARP_HELPERS = {  # signature: body
     "generic_place(a: Any, i: int)": "a[i] = 1.0",
     "total(x: rows, i: int)": "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\nreturn s",
     "row_product(x: rows, i: int)": "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nreturn s",
+    "times_row(p: float, x: rows, i: int)": "for j in range(x.shape[1]):\n    p = p * x[i, j]\nreturn p",
+    "mean(x: rows, i: int, n: int)": "s = float(0.0)\nfor j in range(n):\n    s += x[i, j]\nreturn s / float(n)",
     "double(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
     "double_again(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
     "double_again_by_call(a: floats, count: ints, i: int)": "return double_again(a, count, i)",
@@ -4132,6 +4134,7 @@ def test_warp_deferred_static_warns_if_kernels_look_equal(case, recwarn):
 
 SUM = "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\n"
 PRODUCT = "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\n"
+TRIANGLE = "s = float(1.0)\nfor k in range(4):\n    for j in range(k):\n        s = s * x[i, j]\n"
 LARGEST = "s = x[i, 0]\nfor j in range(x.shape[1]):\n    if x[i, j] > s:\n        s = x[i, j]\n"
 SUM_OF_SUMS = "t = float(0.0)\nfor k in range(x.shape[1]):\n" + textwrap.indent(f"{SUM}t += s * x[i, k]", "    ")
 
@@ -4160,6 +4163,16 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
     "a loop too long to unroll": (PRODUCT.replace("x.shape[1]", "17").replace("x[i, j]", "x[i, 0]") + "out[i] = s",
                            lambda x: x[0] ** 17, ("s", "s = s * x[i, 0]")),
     "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
+    "an assigned parameter of a function": ("out[i] = times_row(x[i, 0], x, i)", lambda x: x[0] * x.prod(),
+                                            ("p", "p = p * x[i, j]")),
+    "a length that Warp does not evaluate": (PRODUCT.replace("x.shape[1]", "2 * 2") + "out[i] = s", jnp.prod,
+                                             ("s", "s = s * x[i, j]")),
+    "an unrolled triangle": (f"{TRIANGLE}out[i] = s", lambda x: x[0] ** 3 * x[1] ** 2 * x[2], None),
+    "a sum of doubles": (SUM.replace("float(0.0)", "wp.float64(0.0)").replace("x[i, j]", "wp.float64(x[i, j])")
+                         + "out[i] = float(s)", jnp.sum, None),
+    "a sum or zero": (f"{SUM}out[i] = wp.where(i < 5, s, 0.0)", jnp.sum, None),
+    "an integer parameter of a function": ("out[i] = mean(x, i, 4)", jnp.mean, None),
+    "the shape of an output": ("out[i] = x[i, 0] * float(out.shape[0])", lambda x: 3 * x[0], None),
     "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", square_of_sum, ("s", "t += s * x[i, k]")),
     "an earlier iteration": (
         "s = float(0.0)\nt = float(0.0)\nfor j in range(x.shape[1]):\n    t += s * s\n    s += x[i, j]\nout[i] = t",
@@ -4173,10 +4186,14 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
         f"m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n{SUM.replace('x.shape[1]', 'm')}out[i] = s", jnp.sum,
         ("m", "for j in range(m):"),
     ),
+    "an index in a condition": (
+        "s = float(0.0)\nj = int(0)\nwhile j < 2:\n    j += 1\nif x[i, j] > 0.9:\n    s = x[i, 0]\nout[i] = s",
+        lambda x: x[0] * (x[2] > 0.9), ("j", "if x[i, j] > 0.9:"),
+    ),
     "a branch on another variable": (f"{SUM}a = x[i, 0]\nif i > 5:\n    a = 1.0\nout[i] = a * s",
                                      lambda x: x[0] * x.sum(), ("s", "out[i] = a * s")),
     "an output read before": ("t = out[i]\nif t < x[i, 0]:\n    out[i] = x[i, 0] * x[i, 0]", lambda x: x[0] ** 2,
-                              ("out[i]", "if t < x[i, 0]:")),
+                              ("t", "if t < x[i, 0]:")),
     "an output in a condition": ("if out[i] < x[i, 0]:\n    out[i] = x[i, 0] * x[i, 0]", lambda x: x[0] ** 2,
                                  ("out[i]", "if out[i] < x[i, 0]:")),
     "a linear update of an output": ("out[i] = x[i, 0]\nt = out[i]\nout[i] = 2.0 * t + x[i, 1]",
@@ -4249,7 +4266,7 @@ def test_warp_gradient_correct_or_warned_once(case):
     assert len(caught) == (stale is not None)
     if stale:
         variable, statement = map(re.escape, stale)
-        cause = f"needs '{variable}' as it was in .*, but has a later value|loop with `{variable}` is wrong"
+        cause = f"uses a wrong value of '{variable}' in .*|loop with `{variable}` is wrong"
         pattern = rf"'{kernel.key}': the gradient .*({cause}) \(line (\d+) of (.*)\)\. .*jax.test_util.check_grads"
         _, line, file = re.search(pattern, str(caught[0].message)).groups()
         assert re.fullmatch(rf"\s*{statement}\n", linecache.getline(file, int(line)))
@@ -4283,7 +4300,7 @@ def test_warp_gradient_warned(x, body, max_unroll, variable):
     kernel.module.options["max_unroll"] = max_unroll
     f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
     inputs = spec(3, 3, dtype=jnp.bfloat16 if "bfloat16" in x else np.float32)
-    with pytest.warns(UserWarning, match=f"needs '{variable}' as it was"):
+    with pytest.warns(UserWarning, match=f"uses a wrong value of '{variable}'"):
         jax.eval_shape(jax.grad(lambda x: f(x).sum()), inputs)
 
 

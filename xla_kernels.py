@@ -6450,7 +6450,7 @@ class _WarpKernel(_Wrapper):
         # An overwritten array has two buffers, an operand and a result, with the same memory.  The result counts.
         buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
         target = self._make_target(call, buffer_of, args)
-        _warn_of_stale_values(self.kernel, self.warp_params, self.title)
+        _warn_of_wrong_gradients(self.kernel, {name for name, _ in cotangents | gradients}, self.title)
         return dataclasses.replace(call, target=target)
 
 
@@ -7146,26 +7146,25 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 
 
 # -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
-# Warp's adjoint of a kernel goes backwards through its statements.  For `y = s * x[j]` it needs the values that `s` and
-# `x[j]` had in this statement.  It computes the values of variables again, but some gradients are wrong:
+# In a dynamic loop, Warp's adjoint may use wrong values, and Warp does not warn of it.  For example:
 #
-# - A dynamic loop keeps only the last value of each variable:
+#     s = float(1.0)
+#     for j in range(x.shape[0]):
+#         s = s * x[j]              # the gradient of x[j] is s * adj_s
 #
-#       for j in range(x.shape[0]):
-#           s = s * x[j]              # the adjoint of x[j] is s * adj_s, with the last s instead of the current one
+# The adjoint runs the kernel forwards, but without dynamic loops.  Then it goes through the iterations backwards, and
+# repeats each one before it computes its gradients.  So the last iteration begins with s = 1.0.  A sum such as
+# `s += x[j]` is correct, because its adjoint uses no values.
 #
-# - Stores are not repeated, so reading an output gives its final value.
-# - Some builtins have no adjoint, but a derivative that is not zero.
+# Values that are wrong in the adjoint are called stale here:
 #
-# Warp does not warn of this, so `_warn_of_stale_values` does.  A taint analysis of the source finds the statements:
+# - the variables that a dynamic loop assigns: after the loop, and in each iteration until they are assigned
+# - the elements of an output before the last store to it, because the adjoint reads the final elements
+# - all that is computed from stale values
 #
-# 1. These values are stale: variables that a dynamic loop assigns; elements that are read from an output, if the output
-#    is stored to afterwards; and all that is computed from stale values.
-# 2. The adjoint of a sum uses no values.  The adjoints of products and functions do, and so do conditions and indices.
-# 3. An expression whose adjoint uses a stale value is reported.
-#
+# `_GradientCheck` finds the expressions whose adjoints use stale values.  It misses the state of random numbers in
+# dynamic loops, outputs that are read before a function stores to them, and `continue` in unrolled loops (Warp < 1.19).
 # The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
-
 
 _WARNED_KERNELS: Any = weakref.WeakSet()
 
@@ -7176,267 +7175,201 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_cholesky_inplace tile_cholesky_solve tile_cholesky_solve_inplace tile_lower_solve tile_lower_solve_inplace "
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
-_ATOMIC_SUMS = frozenset({"atomic_add", "atomic_sub"})
-_STALE = "Warp's adjoint needs {!r} as it was in `{:.60}`, but has a later value"
-_LOOP_ADVICE = (
-    "Give the loop a constant length of at most {}. If it only adds, a wp.func that contains the loop and returns the "
-    "sum helps, too."
+_STALE_ADVICE = (
+    "If a loop assigns it, give the loop a constant length of at most {}, or move a loop that only adds into a wp.func "
+    "that returns the sum. If it is read from an output, store to this output only once."
 )
-_OUTPUT_ADVICE = "Compute the value in a local variable, and store it to the output once."
-
-# The taints of an expression are a set of `_HAS_GRADIENT`, `_StaleVariable`s and `_OutputRead`s.
-_HAS_GRADIENT = object()  # the taint of a value that depends on an input of floats
 
 
-class _StaleVariable(NamedTuple):
-    """The taint of a value that is computed from a variable with a wrong value in the adjoint."""
+class _GradientCheck:
+    """A search for the statements of a Warp function whose adjoints are wrong.
 
-    name: str
+    It goes through the statements in their order.  Its result is `problems`: {line: text of a warning}.
 
-
-class _OutputRead(NamedTuple):
-    """The taint of a value that is computed from an element of an output.  A later store makes the value stale."""
-
-    output: str
-    element: str  # `out[i]`
-
-
-class _StaleValues:
-    """A taint analysis of a Warp function that finds the statements whose adjoints use stale values.
-
-    It runs the statements of the function by abstract interpretation: the value of a variable is its set of taints.
-    Both branches of an `if` run, and their sets are joined.  Loops run until the sets no longer change.
-
-    The result is `found`, which maps (file, line) to (problem, advice).  The arguments `without_gradient` and `outputs`
-    are names of parameters: those that are not arrays of floats, and those to which the kernel stores.
-
-    In the loop of the example above, `s` has the taints `_StaleVariable("s")` and `_HAS_GRADIENT`, and `x[j]` has
-    `_HAS_GRADIENT`.  The adjoint of their product needs both values, so `s * x[j]` is reported.
+    In the loop of the example, `s` is in `stale`, because the loop assigns it, and `x` is in `active`, because it has a
+    gradient.  The adjoint of a product with an active operand uses the values of both, so `s * x[j]` is reported.
     """
 
-    def __init__(self, function: Any, without_gradient: Container[str], outputs: Container[str], max_unroll: int):
+    def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
-        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
-        self.loop_advice = _LOOP_ADVICE.format(max_unroll)
-        self.outputs = outputs
-        self.found: dict[tuple[str, int], tuple[str, str]] = {}
-        self.reads: list[tuple[_OutputRead, Any]] = []  # with the expression that uses the element
-        tree = function.adj.tree.body[0]
-        self.parameters = {x.arg for x in tree.args.args}
-        # {variable: its taints}
-        self.variables: dict[str, set] = {x: {_HAS_GRADIENT} for x in self.parameters if x not in without_gradient}
         self.captured = _captured_variables(_py_func(function))
+        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
+        self.arrays = {x.label for x in function.adj.args if not isinstance(x.type, type)}
+        self.active = active  # the parameters with gradients, and the variables that are computed from them
+        self.stale: set[str] = set()  # the stale variables
+        tree = function.adj.tree.body[0]
+        self.later_stores = collections.Counter(_assigned_names(tree))  # {variable: number of stores that follow}
+        self.unused_results = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]
+        self.problems: dict[str, str] = {}
         self.run(tree.body)
 
     def report(self, node: Any, problem: str, advice: str) -> None:
-        line = node.lineno + self.adjoint.fun_lineno - 1
-        self.found.setdefault((self.adjoint.filename, line), (problem, advice))
-
-    def note_use(self, node: Any, taints: set) -> None:
-        """Note that the adjoint of an expression uses values with these taints."""
-        for taint in sorted(taints - {_HAS_GRADIENT}, key=str):
-            if isinstance(taint, _OutputRead):
-                self.reads.append((taint, node))  # stale only if a store follows
-            else:
-                self.report(node, _STALE.format(taint.name, ast.unparse(node)), self.loop_advice)
-
-    def note_store(self, output: str) -> None:
-        """Note a store to an output, and report earlier uses of its elements."""
-        for read, node in self.reads:
-            if read.output == output:
-                self.report(node, _STALE.format(read.element, ast.unparse(node)), _OUTPUT_ADVICE)
+        line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
+        self.problems.setdefault(line, f"{problem} ({line}). {advice}")
 
     # -- statements --
 
-    def run(self, nodes: Iterable[Any]) -> None:
-        """Run statements, or evaluate expressions, one after the other."""
-        for node in nodes:
-            self.run_statement(node)
+    def run(self, statements: Iterable[ast.stmt]) -> None:
+        """Check statements one after the other, and update the sets of variables."""
+        for node in statements:
+            if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
+                updated = ast.BinOp(node.target, node.op, node.value)
+                node = ast.Assign([node.target], ast.copy_location(updated, node))
+            for part in ast.iter_child_nodes(node):
+                if isinstance(part, ast.expr):
+                    self.check(part)
+            match node:
+                case ast.Assign(targets=[target], value=value):
+                    self.assign(target, value)
+                case ast.If(test=test, body=body, orelse=orelse):
+                    self.check_value(test)
+                    before = self.stale.copy()
+                    self.run(body)
+                    after_body, self.stale = self.stale, before
+                    self.run(orelse)
+                    self.stale |= after_body
+                case ast.While(test=test, body=body):
+                    self.check_value(test)
+                    self.run_dynamic_loop(body)
+                case ast.For(target=target, iter=iterator, body=body) if self.is_unrolled(iterator):
+                    self.run(2 * [ast.Assign([target], ast.Constant(0)), *body])  # twice, as a dynamic loop
+                case ast.For(target=target, iter=iterator, body=body):
+                    self.check_value(iterator)
+                    self.run_dynamic_loop([ast.Assign([target], ast.Constant(None)), *body])  # None: not constant
+                case ast.Break():
+                    advice = "Replace `break` by an `if` around the other statements of the loop."
+                    self.report(node, "Warp's adjoint of a loop with `break` is wrong", advice)
 
-    def run_statement(self, node: Any) -> None:
-        match node:
-            case ast.Assign(targets=[target], value=value):
-                self.assign(target, value)
-            case ast.AugAssign(target=target, op=op, value=value):  # `x += y` is interpreted as `x = x + y`
-                self.assign(target, ast.copy_location(ast.BinOp(target, op, value), node))
-            case ast.Expr(value=ast.Call() as call):
-                self.evaluate_call(call, is_used=False)
-            case ast.If(test=test, body=body, orelse=orelse):
-                self.note_use(test, self.evaluate(test))
-                self.run_branches(body, orelse)
-            case ast.Break():
-                self.report(node, "Warp's adjoint of a loop with `break` is wrong", self.loop_advice)
-            case ast.For(target=target, iter=iterated, body=body):
-                self.note_use(iterated, self.evaluate(iterated))  # such as a length that another loop has counted
-                # An iteration begins with an assignment to the loop variable: `j = 0`.  A constant has no taints.
-                iteration = [ast.Assign([target], ast.Constant(0)), *body]
-                if self.is_unrolled(iterated, body):
-                    self.run([*iteration, *iteration])  # twice: a store may follow a read of the previous iteration
-                else:
-                    self.run_loop(iteration)
-            case ast.While(test=test, body=body):
-                # Only before the loop, because Warp's backward pass counts the iterations again.
-                self.note_use(test, self.evaluate(test))
-                self.run_loop(body)
-            case ast.expr():
-                self.evaluate(node)
-            case _:  # another statement: each of its parts may run
-                for child in ast.iter_child_nodes(node):
-                    self.run_branches([child], [])
+    def run_dynamic_loop(self, body: list[ast.stmt]) -> None:
+        assigned = _union(map(self.assigned_variables, body))
+        self.stale |= assigned  # until an iteration assigns them
+        self.run(2 * body)  # twice, because an iteration uses variables of the previous one
+        self.stale |= assigned  # after the loop
 
-    def run_branches(self, first: Iterable[Any], second: Iterable[Any]) -> None:
-        """Run alternatives from the same start, and join their results."""
-        start = dict(self.variables)
-        self.run(first)
-        after_first, self.variables = self.variables, start
-        self.run(second)
-        for name, taints in after_first.items():
-            self.variables[name] = self.variables.get(name, set()) | taints
-
-    def is_unrolled(self, iterated: Any, body: Sequence[ast.stmt]) -> bool:
-        """Return whether Warp unrolls a loop.  Then each iteration has its own variables, so none is stale."""
-        if any(isinstance(x, (ast.Break, ast.Continue)) for statement in body for x in ast.walk(statement)):
-            return False
-        try:
-            return len(range(*map(self.constant, iterated.args))) <= self.max_unroll
-        except (AttributeError, TypeError):  # not a range, or its length is unknown
-            return False
-
-    def constant(self, node: Any) -> Any:
-        """Return the value of an expression of constants and captured variables, otherwise None."""
-        if not any(isinstance(x, (ast.Call, ast.Subscript)) for x in ast.walk(node)):
-            with contextlib.suppress(Exception):
-                return eval(ast.unparse(node), {}, self.captured)
-        return None
-
-    def run_loop(self, body: Sequence[Any]) -> None:
-        """Run a dynamic loop until no taint changes.  The variables that it assigns are stale."""
-        for name in _union(map(self.assigned_variables, body)):
-            self.variables[name] = self.variables.get(name, set()) | {_StaleVariable(name)}
-        before = None
-        while self.variables != before:  # ends, because the sets only grow
-            before = dict(self.variables)
-            self.run_branches(body, [])
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        variables = self.assigned_variables(target)
+        if self.is_active(value):
+            self.active |= variables
+        if self.stale_part(value):
+            self.stale |= variables
+        elif isinstance(target, (ast.Name, ast.Tuple)):  # not only a component of a vector
+            self.stale -= variables
+        if isinstance(target, ast.Name):
+            self.captured[target.id] = self.constant(value)
+        self.later_stores.subtract(_assigned_names(target))
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
-        """Return the local variables to which, or to elements of which, a statement or a target assigns."""
-        targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
-        return set(map(_root_name, targets)) - self.parameters
+        return set(_assigned_names(node)) - self.arrays
 
-    def assign(self, target: Any, value: Any) -> None:
-        """Interpret an assignment.
+    def is_unrolled(self, iterator: Any) -> bool:
+        with contextlib.suppress(AttributeError, TypeError):  # this is not a range, or a bound is not constant
+            return len(range(*map(self.constant, iterator.args))) <= self.max_unroll
+        return False
 
-        After `t = 2 * s` with a stale `s`, the only stale variable in the taints of `t` is `t` itself, so that a
-        warning shows a variable of the statement that it is about.
-        """
-        value_taints = self.evaluate(value)
-        self.evaluate(target)  # notes the use of its indices
-        self.note_store(_root_name(target))
-        for name in self.assigned_variables(target):
-            is_part = isinstance(target, (ast.Subscript, ast.Attribute))  # the other elements keep their taints
-            taints = value_taints | (self.variables.get(name, set()) if is_part else set())
-            stale = {x for x in taints if isinstance(x, _StaleVariable)}
-            self.variables[name] = (taints - stale) | ({_StaleVariable(name)} if stale else set())
+    def constant(self, node: ast.expr) -> Any:
+        """Return the value of a number or constant variable, otherwise None.  As in Warp, `2 * 2` has no value."""
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return _captured_value(node, self.captured)
 
     # -- expressions --
 
-    def evaluate(self, node: Any) -> set:
-        """Return the taints of an expression."""
-        match node:
-            case ast.Name(id=name):
-                return self.variables.get(name, set())
-            case ast.Attribute(attr=name) if name in _ARRAY_METADATA:
-                return set()
-            case ast.Subscript(value=array, slice=index):
-                self.note_use(node, self.evaluate(index))
-                name = _root_name(array)
-                read = {_OutputRead(name, ast.unparse(node))} if name in self.outputs else set()
-                return self.evaluate(array) | read
-            case ast.BinOp(left=left, op=op, right=right):
-                a, b = self.evaluate(left), self.evaluate(right)
-                if _HAS_GRADIENT in a | b and _adjoint_uses_tainted_value(op, a, b):
-                    self.note_use(node, a | b)
-                return a | b
-            case ast.Call():
-                return self.evaluate_call(node, is_used=True)
-            case ast.Compare():
-                return self.evaluate_children(node) - {_HAS_GRADIENT}
-            case ast.IfExp(test=test):
-                self.note_use(test, self.evaluate(test))  # and the children, below
-        return self.evaluate_children(node)
+    def check(self, expression: ast.expr) -> None:
+        """Report the parts of an expression whose adjoints are wrong."""
+        for node in ast.walk(expression):
+            match node:
+                case ast.Subscript(slice=value) | ast.IfExp(test=value):
+                    self.check_value(value)
+                case ast.BinOp() | ast.Call() if not self.is_active(node):
+                    pass  # it has no gradient
+                case ast.BinOp(left=left, op=ast.Mult() | ast.MatMult(), right=right):
+                    if self.varies(left) and self.varies(right):
+                        self.check_value(node)
+                case ast.BinOp(op=ast.Div(), right=right):
+                    if self.varies(right):
+                        self.check_value(node)
+                case ast.BinOp(op=ast.Pow()):
+                    self.check_value(node)
+                case ast.Call():
+                    self.check_call(node)
 
-    def evaluate_children(self, node: ast.expr) -> set:
-        """Return the taints of all parts of an expression."""
-        return _union(map(self.evaluate, ast.iter_child_nodes(node)))
-
-    def evaluate_call(self, node: ast.Call, is_used: bool) -> set:
-        """Return the taints of a call.  `is_used` says whether the kernel uses the returned value."""
-        arguments = [self.evaluate(x) for x in (*node.args, *node.keywords)]
-        taints = _union(arguments)
-        function = _called_function(node.func, self.captured)
+    def check_call(self, call: ast.Call) -> None:
+        function = _called_function(call.func, self.captured)
         name = function.key if _is_warp_builtin(function) else ""
-        has_gradient = _HAS_GRADIENT in taints
-        if has_gradient and (name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and is_used)):
-            problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(node):.60}`"
-            self.report(node, problem, "Compute the value from other functions.")
-        if name in _ATOMIC_SUMS:
-            self.note_use(node, _union(arguments[1:-1]))  # the indices, between the array and the value
-        elif has_gradient and not isinstance(function, type):  # constructors, such as wp.vec3, are linear
-            self.note_use(node, taints)
-        effect = _effect(function)
-        if effect == "stores to its first argument":
-            stored_arguments = node.args[:1]
-        elif effect == "may do anything":
-            stored_arguments = node.args
-        else:
-            stored_arguments = []
-        for argument in stored_arguments:
-            self.note_store(getattr(argument, "id", ""))
-        return taints
+        is_sum = name in ("atomic_add", "atomic_sub")
+        if name in _WITHOUT_ADJOINT or (is_sum and call not in self.unused_results):
+            problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(call):.60}`"
+            self.report(call, problem, "Compute the value from other functions.")
+        values: list[ast.expr] = [call]
+        if is_sum:
+            values = call.args[1:-1]  # the indices, between the array and the value
+        elif name == "where":
+            values = call.args[:1]  # the condition
+        elif isinstance(_captured_value(call.func, self.captured), type):
+            values = []  # casts and constructors of vectors are linear
+        for value in values:
+            self.check_value(value)
+
+    def check_value(self, node: Any) -> None:
+        """Report an expression whose value the adjoint uses, if it is stale."""
+        if name := self.stale_part(node):
+            problem = f"Warp's adjoint uses a wrong value of {name!r} in `{ast.unparse(node):.60}`"
+            self.report(node, problem, _STALE_ADVICE.format(self.max_unroll))
+
+    def stale_part(self, node: ast.AST) -> str:
+        """Return a stale variable or element from which a value is computed, or an empty string."""
+        for part in _operands(node):
+            match part:
+                case ast.Name(id=name) if name in self.stale:
+                    return name
+                case ast.Subscript(value=ast.Name(id=name)) if name in self.arrays and self.later_stores[name] > 0:
+                    return ast.unparse(part)
+        return ""
+
+    def is_active(self, node: ast.AST) -> bool:
+        return not self.active.isdisjoint(_operand_names(node))
+
+    def varies(self, node: ast.AST) -> bool:
+        return self.is_active(node) or self.stale_part(node) != ""
 
 
-def _root_name(target: Any) -> str:
-    """Return the name of the variable in a target such as `a.b[i].c`, or an empty string."""
-    while isinstance(target, (ast.Subscript, ast.Attribute)):
-        target = target.value
-    return getattr(target, "id", "")
+def _operands(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield an expression and its parts, without indices, and without x in `x.shape`."""
+    if isinstance(node, ast.Attribute) and node.attr in _ARRAY_METADATA:
+        return
+    yield node
+    for child in [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node):
+        yield from _operands(child)
 
 
-def _adjoint_uses_tainted_value(op: ast.operator, a: set, b: set) -> bool:
-    """Return whether the adjoint of `x op y`, whose operands have the taints a and b, uses a value with taints.
-
-    The adjoint of a product uses y for the gradient of x, and x for that of y.  An operand without taints needs no
-    gradient.
-    """
-    match op:
-        case ast.Add() | ast.Sub():
-            return False
-        case ast.Mult() | ast.MatMult():
-            return bool(a and b)
-        case ast.Div():
-            return bool(b)
-    return True
+def _operand_names(node: ast.AST) -> list[str]:
+    return [x.id for x in _operands(node) if isinstance(x, ast.Name)]
 
 
-def _warn_of_stale_values(kernel: Any, params: Mapping[str, _WarpParam], title: str) -> None:
+def _assigned_names(node: ast.AST) -> list[str]:
+    """Return the variables that a statement assigns as a whole or in part: ["a"] for `a.b[i].c = 1.0`."""
+    targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
+    return [name for target in targets for name in _operand_names(target)]
+
+
+def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
     """Warn of each statement of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
-    arrays = [name for name, param in params.items() if param.ndim]
-    float_indices = _float_indices([params[name] for name in arrays])
-    without_gradient = params.keys() - {arrays[i] for i in float_indices}
-    analysis = _warp_store_analysis(kernel)
     max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
     max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
-    found = _StaleValues(kernel, without_gradient, analysis.stores, max_unroll).found
-    _, *helpers = analysis.functions  # the first one is the kernel
-    for helper in helpers:  # any parameter of a helper may have a gradient
-        found |= _StaleValues(helper, (), (), max_unroll).found
-    for (file, line), (problem, advice) in found.items():
+    problems = _GradientCheck(kernel, active, max_unroll).problems
+    is_int = sys.modules["warp"].types.type_is_int
+    _, *helpers = _warp_store_analysis(kernel).functions  # the first one is the kernel
+    for helper in helpers:  # any parameter may have a gradient, except integers
+        active = {x.label for x in helper.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
+        problems |= _GradientCheck(helper, active, max_unroll).problems
+    for problem in problems.values():
         warnings.warn(
-            f"{title}: the gradient may be wrong. {problem} (line {line} of {file}). {advice} Then compare the "
-            'gradient by jax.test_util.check_grads(f, args, order=1, modes=["rev"]).',
+            f"{title}: the gradient may be wrong. {problem} Then compare the gradient by "
+            'jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
 
