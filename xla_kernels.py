@@ -15,22 +15,22 @@ XLA's FFI.  This module is one file, to copy into a project or to install.
 
 A Numba kernel on CPUs may also return its outputs: `numba_kernel(lambda x: 2 * x, outs=lambda x: x)`.  The other main
 public names are `numba_cuda_kernel`, `numba_cuda_callable`, `warp_kernel`, and `XLACustomKernel`, an operation with
-several backends and with derivatives.
+several backends.  `warp_kernel(differentiable=True)` and an `XLACustomKernel` with rules have derivatives.  Wrap other
+kernels in `jax.custom_vjp` to differentiate them.
 
 The contract:
 
-- A mistake raises an error that names its fix.  The exceptions are below, and in the docstrings of the wrappers.
+- A mistake raises an error that names its fix.  The list below and the wrappers' docstrings say what is not checked.
 - The caller's arrays never change.  If a kernel updates an argument whose old value is used again, XLA copies it first.
-- New outputs start from zeros, unless `zero_outputs=False`.
+- New outputs and `scratch` buffers start from zeros, unless `zero_outputs=False`.
 
 Not checked, and the user's responsibility:
 
 - indices, by default: an index out of bounds corrupts memory, as in C
-- stores to inputs in your own intrinsics and overloads, and through jitclasses and other types of your own
-- raw addresses, including C and C++ code
-- global arrays of a GPU, and the Python code of a `numba_cuda_callable`
-- static arguments whose `__eq__` is true for different values
-- globals that another thread assigns during compilation
+- stores to inputs in your own intrinsics, overloads and types, by C or C++ code, through raw addresses, or in the
+  Python code of a `numba_cuda_callable`, and stores to global device arrays: they change the caller's arrays
+- static arguments whose `__eq__` is true for different values: the kernel may get the value of an earlier call
+- globals that another thread assigns during compilation: the kernel may contain the old or the new value
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  All wrappers need Numba 0.63 or later, whose
 LLVM compiles the handlers.  Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends
@@ -41,7 +41,7 @@ work here.
 #
 #     1  JAX               differences between versions of JAX, and small helpers that JAX lacks
 #     2  C structs         the structs of XLA's C API that a handler reads and writes
-#     3  Targets           captured values, the names of targets, kernels that share a target, lifetimes
+#     3  Targets           captured values, fingerprints, names, registration, lifetimes
 #     4  Specs and inputs  checks of declared outputs and of arguments, while the user's call is on the stack
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
@@ -82,17 +82,17 @@ work here.
 #     wrapper            the object that `numba_kernel` and the other public functions return
 #     op                 an `XLACustomKernel`
 #     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
-#     helper             a jitted function that a kernel references
+#     helper             a `@njit`, `@cuda.jit` or `@wp.func` function that a kernel references
 #     captured values    the globals, closure variables and defaults that a kernel references
 #     specialization     the signature, options and name for which a kernel is compiled
-#     fingerprint        the code, options and captured values of a Numba kernel, in a form that can be compared
 #     target             a custom-call target: a name under which XLA finds a handler
 #     handler            the machine code that XLA calls for a target
 #     inner loop         the function of a handler that runs consecutive slices
 #     emitter            the object that writes a backend's part of a handler
 #     argument map       the buffer of each parameter of a kernel, and how it is passed
 #     adapter            a function of all buffers, in order, that calls a kernel with the arguments that it takes
-#     launch attribute   the int64 array `launch` of a custom call: numbers that depend on shapes and options
+#     fingerprint        the code, options and captured values of a Numba kernel, in a form that can be compared
+#     launch attribute   the attribute `launch` of a custom call: an int64 array that configures a CUDA or Warp launch
 #     batch launch       a launch on a GPU for many slices of a batch, which lie along z of the grid
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ __all__ = [
 # ======================================================================================================
 # 1. JAX: differences between its versions, and small helpers that it lacks.
 #
-# Checked with jax 0.9.0 to 0.12.0.1.  Sections 1, 5 and 11 use these undocumented parts of JAX.  If JAX changes one of
-# them, the named test fails.
+# Checked with jax 0.9.0 to 0.12.0.1.  The main undocumented parts of JAX in use, and tests that fail if they change:
 #
 # - `jax.interpreters.ad`, `.batching` and `.mlir` define a primitive (5.1, 11.4 to 11.6): most tests.
-# - `ctx.module_context` and `ctx.platforms` of lowering rules: test_op_kernel_chosen_by_lowering_platform.
+# - `ctx.platforms` and `ctx.module_context` of lowering rules: test_op_kernel_chosen_by_lowering_platform,
+#   test_side_effect_on_mesh_needs_shard_map_over_all_axes.
 # - `_apply_primitive` marks functions that `jax_debug_nans` must not run again: test_debug_nans.
-# - `aval.sharding`, `.vma` and `.manual_axis_type` are the mesh and the varying axes of a type:
+# - `aval.sharding` has the mesh of a type, and `aval.manual_axis_type` (`aval.vma` if jax < 0.11) its varying axes:
 #   test_xla_partitions_batch_without_communication.
 # - The effect of `jax.ffi.ffi_call` is read from a jaxpr (`_side_effect`):
 #   test_side_effect_keeps_unused_and_equal_calls.
@@ -169,8 +169,8 @@ Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the slow import of jax.extend
 
-# Warnings skip the frames of these files, so they point to the user's line.  On CPython 3.12 and 3.13 a whole file name
-# is not accepted as a prefix, so the last letter of this file's name is left out.
+# For `warnings.warn(skip_file_prefixes=...)`, so that warnings point to the user's line.  CPython 3.12 and 3.13 do not
+# accept a whole file name as a prefix, so the last letter of this file's name is left out.
 _INTERNAL_FILE_PREFIXES = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
 
 
@@ -183,7 +183,7 @@ def _import(module: str, needed_by: str, install: str) -> Any:
         raise ImportError(f"{needed_by} needs {package} ({error}). Install it: {install}") from error
 
 
-# -- platforms and devices -----------------------------------------------------------------------------
+# -- 1.1 Platforms and devices -------------------------------------------------------------------------
 
 
 def _platform_name(platform: str) -> str:
@@ -192,9 +192,9 @@ def _platform_name(platform: str) -> str:
 
 
 def _default_platform() -> str:
-    """Return the platform on which a program that is traced now runs, unless its inputs are on other devices."""
-    device = jax.config.jax_default_device or jax.default_backend()
-    return _platform_name(device if isinstance(device, str) else device.platform)
+    """Return the platform on which JAX runs a program, unless its inputs are committed to other devices."""
+    device_or_platform = jax.config.jax_default_device or jax.default_backend()
+    return _platform_name(getattr(device_or_platform, "platform", device_or_platform))
 
 
 def _local_devices(platform: str) -> list:
@@ -204,13 +204,13 @@ def _local_devices(platform: str) -> list:
     return []
 
 
-# -- calling primitives, tracing, lowering -------------------------------------------------------------
+# -- 1.2 Calling primitives, tracing, lowering ---------------------------------------------------------
 
 
 def _define_impl(primitive: Any, param_name: str) -> None:
     """Let JAX compile and run a primitive that is bound outside of `jax.jit`.  The primitive has one parameter."""
     bind: Any = functools.partial(primitive.bind)  # a partial, because a bound method takes no attributes
-    bind.__name__ = bind.__qualname__ = primitive.name
+    bind.__name__ = bind.__qualname__ = primitive.name  # JAX names the compiled program after it
     bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
     jitted = jax.jit(bind, static_argnames=param_name)
 
@@ -222,7 +222,7 @@ def _define_impl(primitive: Any, param_name: str) -> None:
 
 
 def _lowering_platforms(ctx: Any) -> Sequence[str]:
-    """Return the platforms for which a lowering rule is called."""
+    """Return the platforms for which a lowering rule generates code: all platforms of the program, or some of them."""
     return ctx.platforms or ctx.module_context.platforms
 
 
@@ -239,16 +239,16 @@ def _side_effect() -> frozenset:
 
 
 def _with_vjp(function: Callable, forward: Callable, backward: Callable) -> Callable:
-    """Return a `jax.custom_vjp` that also takes batched NumPy arrays, and inputs that vary over different mesh axes."""
+    """Add a VJP rule to a function.  Its inputs may be batched NumPy arrays, and may vary over different mesh axes."""
     with_vjp = jax.custom_vjp(function)
     with_vjp.defvjp(forward, backward)
     return lambda *args: with_vjp(*map(_numpy_to_jax, _make_varying(args)))
 
 
 def _numpy_to_jax(x: Any) -> Any:
-    """Return a NumPy array, and a tracer of `vmap` that batches one, as a JAX array.  Return other values unchanged.
+    """If `x` is a NumPy array, or a `vmap` tracer of one, return it as a JAX array.  Otherwise return `x`.
 
-    `jax.custom_vjp` does not take such tracers (jax <= 0.12), and `jnp.asarray` does not change them.
+    Under `jax.jit`, `jax.custom_vjp` rejects such tracers (jax 0.11 and 0.12), and `jnp.asarray` does not change them.
     """
     value = x
     while isinstance(value, jax.core.Tracer):
@@ -273,13 +273,13 @@ def _zero_tangent(x: Any) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-# -- meshes, and the types of values on them -----------------------------------------------------------
+# -- 1.3 Meshes, and the types of values on them -------------------------------------------------------
 
 
 def _mesh_of(avals: Sequence) -> Any:
     """Return the mesh of the first type that has one, or the current mesh, which may be empty.
 
-    If the axes of a mesh are explicit, it is part of types even where it is not the current mesh.
+    A mesh with explicit axes is part of types even where it is not the current mesh.
     """
     for aval in avals:
         if not aval.sharding.mesh.empty:
@@ -302,7 +302,7 @@ def _all_varying_axes(avals: Iterable) -> frozenset:
 def _varying_kwargs(axes: frozenset) -> dict[str, Any]:
     """Return the keyword arguments that make an abstract value or a spec vary over these axes.
 
-    Specs are included, because Pallas builds abstract values from specs.
+    Specs need them, because a generator of an op may pass its `outs` to Pallas as `out_shape`.
     """
     if not axes:
         return {}
@@ -346,18 +346,18 @@ def _num_partitions(ctx: Any) -> int:
     Inside `shard_map`, these are the devices along the axes that are not manual.
     """
     context = ctx.module_context.axis_context
-    if not isinstance(context, mlir.SPMDAxisContext):
-        return getattr(context, "num_devices", 1)
-    mesh = _mesh_of([*ctx.avals_in, *ctx.avals_out])
-    return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+    if isinstance(context, mlir.SPMDAxisContext):  # inside `shard_map`
+        mesh = _mesh_of([*ctx.avals_in, *ctx.avals_out])
+        return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+    return getattr(context, "num_devices", 1)
 
 
 # ======================================================================================================
 # 2. C structs: the part of jaxlib/include/xla/ffi/api/c_api.h that a handler reads and writes.
 #
-# Each struct has its C name, and its fields have the C names and the C order (test_mirrored_structs_equal_the_header).
-# A later jaxlib may add fields at the end of a struct, which a handler does not read.  For any other change, XLA
-# increments the major version of the API, and then rejects the handler, which reports `_API_MAJOR`.
+# The names and the order of fields are those of jaxlib 0.12 (test_mirrored_structs_equal_the_header).  In jaxlib 0.9,
+# some structs have other names.  A later jaxlib may add fields at the end of a struct, which a handler does not read.
+# If XLA moves fields or changes their types, it increments the API's major version, and rejects handlers of older ones.
 
 _PTR = ctypes.c_void_p  # a pointer of any type
 _I64 = ctypes.c_int64
@@ -376,8 +376,8 @@ def _struct(**fields: Any) -> Any:
     return type("Struct", (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-def _sized_struct(**fields: Any) -> Any:
-    """Return a ctypes struct that begins with the two fields that nearly all structs of XLA begin with."""
+def _extensible_struct(**fields: Any) -> Any:
+    """Return a ctypes struct of the two fields that nearly all structs of XLA begin with, and of these fields."""
     return _struct(
         struct_size=_SIZE,  # of this struct, in bytes
         extension_start=_PTR,  # a linked list of `XLA_FFI_InternalExtension`, or 0
@@ -388,7 +388,7 @@ def _sized_struct(**fields: Any) -> Any:
 # -- registration: XLA calls the handler once with an extension of type _EXTENSION_METADATA --
 
 XLA_FFI_InternalExtension = _struct(struct_size=_SIZE, type=_I32, next=_PTR)
-XLA_FFI_Api_Version = _sized_struct(major_version=_I32, minor_version=_I32)
+XLA_FFI_Api_Version = _extensible_struct(major_version=_I32, minor_version=_I32)
 XLA_FFI_Metadata = _struct(struct_size=_SIZE, api_version=XLA_FFI_Api_Version, traits=_I32)
 XLA_FFI_Metadata_Extension = _struct(
     extension_base=XLA_FFI_InternalExtension,
@@ -397,7 +397,7 @@ XLA_FFI_Metadata_Extension = _struct(
 
 # -- the inputs, outputs and attributes of a call --
 
-XLA_FFI_Buffer = _sized_struct(
+XLA_FFI_Buffer = _extensible_struct(
     dtype=_I32,
     data=_PTR,
     rank=_I64,
@@ -408,49 +408,49 @@ XLA_FFI_Array = _struct(  # the value of an attribute, such as `launch`
     size=_SIZE,  # number of elements
     data=_PTR,
 )
-XLA_FFI_Args = _sized_struct(
+XLA_FFI_Args = _extensible_struct(
     size=_I64,  # number of inputs
-    types=_PTR,
+    types=_PTR,  # not read, because all inputs are buffers
     args=_PTR,  # XLA_FFI_Buffer*[size]
 )
-XLA_FFI_Rets = _sized_struct(
+XLA_FFI_Rets = _extensible_struct(
     size=_I64,  # number of outputs, including scratch
-    types=_PTR,
+    types=_PTR,  # not read, because all outputs are buffers
     rets=_PTR,  # XLA_FFI_Buffer*[size]
 )
-XLA_FFI_Attrs = _sized_struct(
-    size=_I64,
-    types=_PTR,
-    names=_PTR,
-    attrs=_PTR,  # void*[size]
+XLA_FFI_Attrs = _extensible_struct(
+    size=_I64,  # 1, because `launch` is the only attribute
+    types=_PTR,  # not read
+    names=_PTR,  # not read
+    attrs=_PTR,  # XLA_FFI_Array*[size]
 )
 
-# -- the arguments of API functions: `XLA_FFI_Error* function(arguments*)`; `ctx` is the `ctx` of the call frame --
+# -- the arguments of API functions: `XLA_FFI_Error* function(arguments*)`.  Their `ctx` is `XLA_FFI_CallFrame.ctx`. --
 
-XLA_FFI_Error_Create_Args = _sized_struct(
+XLA_FFI_Error_Create_Args = _extensible_struct(
     message=_PTR,  # a C string, which XLA copies
     errc=_I32,
 )
-XLA_FFI_Error_Destroy_Args = _sized_struct(error=_PTR)
-XLA_FFI_ThreadPool_Schedule_Args = _sized_struct(
+XLA_FFI_Error_Destroy_Args = _extensible_struct(error=_PTR)
+XLA_FFI_ThreadPool_Schedule_Args = _extensible_struct(
     ctx=_PTR,
     task=_PTR,  # a function that XLA calls with `data` on a thread of its pool
     data=_PTR,
 )
-XLA_FFI_ThreadPool_NumThreads_Args = _sized_struct(
+XLA_FFI_ThreadPool_NumThreads_Args = _extensible_struct(
     ctx=_PTR,
     num_threads=_PTR,  # int64*, a result
 )
-XLA_FFI_Stream_Get_Args = _sized_struct(
+XLA_FFI_Stream_Get_Args = _extensible_struct(
     ctx=_PTR,
     stream=_PTR,  # a result
 )
-XLA_FFI_DeviceOrdinal_Get_Args = _sized_struct(
+XLA_FFI_DeviceOrdinal_Get_Args = _extensible_struct(
     ctx=_PTR,
     device_ordinal=_I32,  # a result
 )
 
-XLA_FFI_Api = _sized_struct(
+XLA_FFI_Api = _extensible_struct(
     api_version=XLA_FFI_Api_Version,
     internal_api=_PTR,
     # The addresses of the API functions, in XLA's order:
@@ -474,9 +474,9 @@ XLA_FFI_Api = _sized_struct(
     XLA_FFI_DeviceOrdinal_Get=_PTR,
 )
 
-XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
+XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
     api=ctypes.POINTER(XLA_FFI_Api),
-    ctx=_PTR,  # XLA_FFI_ExecutionContext*
+    ctx=_PTR,  # XLA_FFI_InvokeContext*
     stage=_I32,
     args=XLA_FFI_Args,
     rets=XLA_FFI_Rets,
@@ -495,19 +495,19 @@ XLA_FFI_CallFrame = _sized_struct(  # the argument of a handler
 #
 # Equal kernels share a target.  Otherwise, each call of a function that defines a kernel would compile it again, and
 # each copy would stay registered forever.  Two Warp kernels share a target if their specializations are equal, because
-# these contain Warp's hashes.  Two Numba kernels share a target if all of these conditions hold:
+# the options include Warp's hash of the kernel.  Two Numba or Numba CUDA kernels share a target if:
 #
 # 1. Their specializations are equal: signature, options and name (3.3).
 # 2. Their fingerprints are equal (3.2).  For example, a `def` statement that runs twice creates such kernels.
-# 3. No helper was recompiled in between (`_first_overloads`).
-# 4. Neither was compiled before, and the fingerprints cover all that Numba reads (`_can_share_target`).  So a decorated
-#    kernel can share a target only for its first specialization.
+# 3. No helper was recompiled after the first kernel, which contains the helper's old code (`_first_overloads`).
+# 4. Neither was compiled before its target was looked up, so a decorated kernel can share a target only for its first
+#    specialization.  The fingerprints cover all that Numba reads (`_can_share_target`).
 # 5. Their machine code contains the captured values.  A `numba_cuda_callable`, and a kernel in Numba's CUDA simulator,
 #    run in Python instead, which reads globals on each run.
 #
 # Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
-# specialization keeps the old value, and a call with another dtype or rank reads the new one.  A new wrapper of a plain
-# function reads it, too.  A new wrapper of a decorated kernel does not, because the kernel keeps its specializations.
+# specialization keeps the old value.  A call with another dtype or rank, and a new wrapper of a plain function, read
+# the new value.  A new wrapper of a decorated kernel does not, because the kernel keeps its specializations.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
@@ -615,9 +615,8 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
     visited_modules: list[types.ModuleType] = []  # modules may import each other
 
     def add(name: str, value: Any) -> None:
-        for pair in _with_items(name, value):
-            pairs.append(pair)
-            _, part = pair
+        for part_name, part in _with_items(name, value):
+            pairs.append((part_name, part))
             if not isinstance(part, types.ModuleType) or part in visited_modules or _is_library_module(part.__name__):
                 continue
             visited_modules.append(part)
@@ -633,7 +632,7 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
 
 
 def _with_items(name: str, value: Any, containers: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value).  If the value is a tuple or list, also yield a pair for each item, recursively.
+    """Yield (name, value).  If the value is a tuple or list, also yield (name, item) for each item, recursively.
 
     `containers` has the `id` of each tuple and list around the value, because a list may contain itself.
     """
@@ -664,7 +663,7 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
 #     def kernel(x, out):
 #         out[0] = helper(n * x[0])
 #
-# has this text, except that the real text contains pickles of True and 2.0.  Only `helper` is compared by identity.
+# has these lines among others, with True and 2.0 pickled.  Only `helper` is compared by identity.
 #
 #     code = 9700740100... ('helper', 'n') ...
 #     fastmath = bool True
@@ -770,9 +769,9 @@ def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
     # Each constant has an exact text, because it is a literal, a tuple, a frozenset of literals, or a code object.
     constants = [_exact_text(constant) for _, constant in _with_items("", code.co_consts)]
-    signature = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    counts_and_flags = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {(*names, *signature)} {constants}"
+    return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {(*names, *counts_and_flags)} {constants}"
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -823,8 +822,8 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #   these.  A name that is in use already is an error.
 # - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
 #   have the same text, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
-#   Another process may number these kernels differently.  That is safe: each process traces programs with its own
-#   names, and an executable in JAX's cache contains only the names, and not the kernels.
+#   Another process may number these kernels differently.  That is safe, because each process traces programs with its
+#   own names, and a cached executable contains only names, which XLA looks up in the process that runs it.
 #
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
@@ -838,7 +837,7 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
 #     kernel               as long as its wrappers                its wrappers; `_WarpTarget`
 #     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
-#     captured values      forever, if kernels may share them     the keys of `_TargetRegistry.shared_names`
+#     captured values      forever, if the target can be shared   the keys of `_TargetRegistry.shared_names`
 #     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
 #     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
@@ -846,7 +845,7 @@ def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
 
 
 class _CompiledHandler(NamedTuple):
-    """A handler in memory, and what belongs to it."""
+    """A handler in memory, and the objects that it uses."""
 
     address: int
     keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
@@ -932,13 +931,14 @@ class _TargetRegistry:
             if specialization in names:  # another thread compiled the kernel while this one waited
                 return names[specialization]
             full_specialization = specialization._replace(fingerprint=_fingerprint(kernel))
-            if freezes_globals and _can_share_target(kernel):
+            name = None
+            can_share = freezes_globals and _can_share_target(kernel)
+            if can_share:
                 name = self.shared_names.get((full_specialization, _first_overloads(kernel)))
-                name = name or self._compile_and_register(full_specialization, compile_handler)
+            name = name or self._compile_and_register(full_specialization, compile_handler)
+            if can_share:
                 # Compiling a kernel compiles its helpers, so they may have first overloads only now.
                 self.shared_names[full_specialization, _first_overloads(kernel)] = name
-            else:
-                name = self._compile_and_register(full_specialization, compile_handler)
             names[specialization] = name
             return name
 
@@ -1031,8 +1031,8 @@ class _Target:
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
         """Check the platform, finish the compilation and registration for it, and return the target to call.
 
-        A Numba kernel was registered when its call was traced, so this is `self`.  If there is a batch on a GPU, the
-        kernel is now also compiled for a batch launch.  `_WarpTarget` overrides this method, and registers a target.
+        A Numba kernel was registered when its call was traced, so return `self`.  For a batch on a GPU, also compile
+        the kernel for a batch launch.  `_WarpTarget` overrides this method, and registers a target.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
@@ -1063,7 +1063,7 @@ def _log_per_slice_fallback(title: str, error: Exception) -> None:
 
 
 class export_checks:
-    """A `jax.export.DisabledSafetyCheck` for each kernel with `name=`, to export programs that call these kernels.
+    """The `jax.export.DisabledSafetyCheck`s of all kernels with `name=`, to export programs that call these kernels.
 
     JAX iterates over this object after lowering, so it can be created before the first trace.  A process that loads an
     exported program must first trace the kernels, by a call or by `jax.eval_shape`.  Then XLA finds them by name.
