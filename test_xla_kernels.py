@@ -2623,7 +2623,7 @@ def test_fakecuda_error_of_batch_launch_has_its_grid(fake_cuda, package_cuda):
     ("cuLaunchKernel", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY, from a launch with grid=(1, 2, 1), "
      "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel can have at most 128 threads in a block, because of "
      "its registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
-     "dynamic shared memory, and the launch has 300000 (raised in kernel 'kernel')", 1),
+     "dynamic shared memory, and the launch has 300000 (raised in a call of kernel 'kernel')", 1),
 ])  # fmt: skip
 def test_fakecuda_driver_error_fails_only_its_call(fake_cuda, package_cuda, function, text, n_launches):
     options = {"grid": (1, 2), "block": (64, 4), "shared_mem": 300_000, "zero_outputs": True}
@@ -2924,7 +2924,7 @@ def test_cuda_callable_gets_arrays_of_captured_or_imported_package(monkeypatch, 
 @needs_cuda
 @pytest.mark.parametrize("body, text", [
     ("raise LookupError(f'no table for {x.shape}')",
-     r"LookupError: .*no table for \(1, 3\).* \(raised in kernel 'kernel'\)"),
+     r"LookupError: .*no table for \(1, 3\).* \(raised in a call of kernel 'kernel'\)"),
     ("yield", "A callable returns nothing; numba_cuda_callable 'kernel' returned generator"),
     ("raise TypeError('Unsupported stream type Stream')",
      "numba_cuda_callable 'kernel': .*belongs to another one.*cuda=cuda.* The package reports: .*Unsupported stream"),
@@ -5356,11 +5356,11 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (NotImplementedError, "numba_cuda_kernel and warp_kernel", lambda: lower_for_cuda(add_one, ONES)),
     # when the kernel runs
     (JaxRuntimeError, "array of shape (4,), where outs declares (2,)", lambda: wrap(identity, spec(2))(ONES)),
-    (JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in kernel 'kernel')",
+    (JaxRuntimeError, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in a call of kernel 'kernel')",
      lambda: call_body(f"raise LookupError({ODD_TEXT!r})")),
-    (JaxRuntimeError, "ZeroDivisionError: integer division by zero (raised in kernel 'kernel')",
+    (JaxRuntimeError, "ZeroDivisionError: integer division by zero (raised in a call of kernel 'kernel')",
      lambda: jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)")))(ONES[None])),
-    (JaxRuntimeError, "IndexError: index .*raised in kernel 'kernel'", lambda: wrap(out_of_bounds)(ONES)),
+    (JaxRuntimeError, "IndexError: index .*raised in a call of kernel 'kernel'", lambda: wrap(out_of_bounds)(ONES)),
     (ValueError, "'in use' is in use .*Choose a new name, such as name='in use_2'", reuse_name_for_bad_kernel),
 ]  # fmt: skip
 NUMBA_MISTAKES_WITH_FLOAT128 = [
@@ -5635,7 +5635,7 @@ def test_callback_interrupted_before_its_start_raises():
     emitter.callback = type(emitter.callback)(lambda words: None)
     xk._register_with_xla("interrupted", "cpu", xk._compile_handler(signature, emitter))
     call = partial(jax.ffi.ffi_call("interrupted", SPEC_4), launch=np.zeros(0, np.int64))
-    assert "KeyboardInterrupt (raised in kernel 'kernel')" in error_of(call, ONES)
+    assert "KeyboardInterrupt (raised in a call of kernel 'kernel')" in error_of(call, ONES)
 
 
 def test_concurrent_kernel_errors_keep_messages():

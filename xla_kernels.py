@@ -2251,10 +2251,10 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # ======================================================================================================
 # 6. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, generated with llvmlite.
 #
-# XLA calls `handler` with the buffers of a call: inputs, then outputs, then scratch.  A batch is a call of a kernel
-# under `vmap`, and a slice is one element of a batch.  The batch dimensions of a buffer come before the dimensions of
-# the kernel.  If all slices share a buffer, its batch dimensions either have size 1 and broadcast, or are absent (5.2).
-# Three C functions run a call:
+# XLA calls `handler` with a frame, which refers to the buffers of a call: inputs, then outputs, then scratch.  A batch
+# is a call of a kernel under `vmap`, and a slice is one element of a batch.  The batch dimensions of a buffer come
+# before the dimensions of the kernel.  A batch dimension along which a buffer does not vary has size 1, and broadcasts.
+# An input that is the same for all slices may lack the batch dimensions (5.2).  Three C functions run a call:
 #
 #     handler(frame)                            prepares the outputs
 #         run_batch(frame, ...)                 splits a batch into inner loops, and chooses their threads (6.4)
@@ -2263,8 +2263,8 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # Without a batch, `handler` calls `inner_loop` for one slice.  In an inner loop, each buffer has a pointer to its first
 # slice and a step to the next one, as in the inner loops of NumPy's ufuncs.
 #
-# `run_batch` is the batch scheduler, compiled once per process.  The other two are compiled for each signature and
-# emitter (6.5).  The emitter of a backend (6.1) writes the part of `inner_loop` that runs the slices.
+# `run_batch` is the batch scheduler, compiled once per process.  The code of the other two depends on the signature and
+# the emitter (6.5).  The emitter of a backend (6.1) writes the part of `inner_loop` that runs the slices.
 #
 # Invariants:
 # - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run by one thread, and exactly once,
@@ -2299,18 +2299,16 @@ class _Signature(NamedTuple):
         Every target name contains a hash of it.  Target names without the user's `name=` also contain a hash of
         `zeroed` (`_Specialization.base_name`).
         """
-        shown = []
-        for dtype, rank in zip(self.dtypes, self.ranks, strict=True):
-            shown.append(f"{dtype.name}[{','.join(':' * rank)}]")
+        shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
         parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
         parts += [f"output {j} aliased to input {i}" for i, j in self.aliases]
         return "; ".join(parts)
 
 
 class _KernelArray(NamedTuple):
-    """An array that a kernel gets, in row-major order, as values of the generated code.
+    """A slice of a buffer, as a row-major array.  Its address and dimensions are values of the generated code.
 
-    It is a slice of a buffer.  In a batch launch, it has one more dimension in front: the slices of the launch.
+    In a batch launch, the array has one more dimension in front: the slices of the launch.
     """
 
     pointer: _Value
@@ -2319,16 +2317,16 @@ class _KernelArray(NamedTuple):
 
     def strides(self, unit: int) -> list[_Value]:
         """Return the stride of each dimension.  `unit` is the stride of the last one: 1, or `itemsize` for bytes."""
-        strides: list[_Value] = [unit]
+        strides: list[_Value] = [unit] if self.dims else []
         for size in reversed(self.dims[1:]):
             strides.insert(0, strides[0] * size)
-        return strides[: len(self.dims)]  # [] for rank 0
+        return strides
 
 
 class _Emitter:
     """The part of a handler that a backend provides: the code that runs one slice.
 
-    If `code_key` is a tuple, handlers with equal keys and equal signatures share their object code.  So the key must
+    If `code_key` is a tuple, handlers may share object code (`_compile_handler`).  So the key and the signature must
     determine the code that `write` generates.  This code must not contain addresses of objects, or the name of the
     kernel.  It reads addresses from the `_HandlerData` of each handler.
     """
@@ -2341,7 +2339,7 @@ class _Emitter:
     in_order: bool = True  # whether the slices of a call run one after another, on the thread that XLA calls from
     starts_threads: bool = False  # whether the kernel starts threads, which inherit the floating-point environment
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
-    traits: int = 0  # XLA_FFI_Metadata.traits: 0 or `_COMMAND_BUFFER_COMPATIBLE`
+    traits: int = 0  # XLA_FFI_Metadata.traits: 0 or, on GPUs, `_COMMAND_BUFFER_COMPATIBLE`
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Generate the part of the C function `inner_loop(frame, buffers, count)` that runs the slices.
@@ -2366,8 +2364,8 @@ class _Emitter:
 #     ir.ret(x, when=y)                             if (y) return x;            (x is evaluated in any case)
 #
 # `if` and `for` of Python decide which instructions are generated.  `ret` and `_HandlerBuilder.fail` return from the
-# generated function, not from the Python function that calls them.  The docstring of a function that generates code
-# describes the generated code: "Load x" means that the machine code loads x in each call.
+# generated function, not from the Python function that calls them.  A docstring such as "Load x" describes the
+# generated code: the machine code loads x in each call.  "Generate ..." describes the Python function.
 #
 # This holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5,
 # 9.3 and 10.4.  The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
@@ -2393,7 +2391,7 @@ class _Int64:
     __add__ = __radd__ = functools.partialmethod(_calculate, "add")
     __sub__ = functools.partialmethod(_calculate, "sub")
     __mul__ = __rmul__ = functools.partialmethod(_calculate, "mul")
-    # These two truncate as in C.  Operands are never negative, so Python's operators would give the same.
+    # These two truncate as in C.  Python's operators differ only for negative operands.
     __floordiv__ = functools.partialmethod(_calculate, "sdiv")
     __mod__ = functools.partialmethod(_calculate, "srem")
     __and__ = functools.partialmethod(_calculate, "and_")
@@ -2415,8 +2413,8 @@ class _Int64:
 class _StructPointer(_Int64):
     """The address of a C struct, or of an array of structs.
 
-    Reading an attribute generates a load of the field, and assigning to it a store.  `pointer[i]` is the address of
-    struct i of an array.
+    Reading an attribute generates a load of the field, and assigning to it a store.  So no field may have the name of
+    an attribute of this class.  `pointer[i]` is the address of struct i of an array.
     """
 
     def __init__(self, ir: _IRBuilder, struct: Any, address: _Value) -> None:
@@ -2457,8 +2455,9 @@ _MIN_WHOLE_MEMSET_NBYTES = 1 << 13
 class _IRBuilder:
     """An LLVM module, and methods that generate its functions and instructions.
 
-    Every parameter and result of a generated function is a 64-bit integer or an address.  LLVM's optimization passes
-    for IR are not run, which saves 40 ms per kernel.
+    Every parameter and result of a function is a 64-bit integer or an address.  C functions with int or void are also
+    called like this, because x86-64 and arm64 pass an int in a 64-bit register.  The upper half of an int result is
+    undefined.  LLVM's optimization passes for IR are not run, which saves 40 ms per kernel.
     """
 
     def __init__(self) -> None:
@@ -2646,8 +2645,7 @@ class _IRBuilder:
 
 
 # -- 6.3 Compiling and loading machine code ------------------------------------------------------------
-# Compiling a handler takes 8 ms, and loading its object code 1.5 ms.  So kernels share object code
-# (`_Emitter.code_key`).
+# Compiling a handler takes 8 ms, and loading its object code 1.5 ms.  So handlers share it (`_Emitter.code_key`).
 
 
 def _target_machine() -> Any:
@@ -2680,16 +2678,15 @@ def _load_code(code: bytes) -> Any:
 # parallel if that pays off.  It does not depend on dtypes, nor on the kernel: a handler's `inner_loop` runs the slices.
 # Indented functions are called by the function above them:
 #
-#     handler (6.5)
-#         run_batch                         computes strides and rows, and chooses one of three ways:
-#             run_range                     on this thread: for one slice, or if the slices must run in order
-#                 inner_loop (6.5)          zeroes outputs, and calls the kernel for consecutive slices
-#             run_parallel                  on several threads: if an earlier call showed that this pays off
-#                 allocate_shared_state     allocates the state that the threads share
-#                 worker_loop               on each thread: claims chunks of slices and runs them
-#                     run_range             (as above)
-#             run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
-#                 run_range, run_parallel   (as above)
+#     run_batch                         computes strides and rows, and chooses one of three ways:
+#         run_range                     on this thread: for one slice, or if the slices must run in order
+#             inner_loop (6.5)          on consecutive slices
+#         run_parallel                  on several threads: if an earlier call showed that this pays off
+#             allocate_shared_state     allocates the state that the threads share
+#             worker_loop               on each thread: claims chunks of slices and runs them
+#                 run_range             (as above)
+#         run_serial_and_measure        otherwise: on this thread, until the time of a slice is known
+#             run_range, run_parallel   (as above)
 #
 # In NumPy's terms, picture each buffer as a C-contiguous array b whose elements are whole slices, so that b.itemsize is
 # the size of a slice in bytes.  Batch dimensions broadcast as in NumPy.  A row is a range of slices in which the step
@@ -2722,12 +2719,12 @@ class _BatchedBuffer(ctypes.Structure):
 
 
 class _HandlerData(ctypes.Structure):
-    """The data of a handler, in its memory.  Several handlers may share their code, but not their data."""
+    """The global variable `data` of a handler's code.  Handlers with the same code load a copy each."""
 
     _fields_ = (
         # Hints, which any thread may overwrite at any time, so they may come from different calls:
         ("measured_ticks", _I64),  # time of a slice when it was last measured
-        ("measured_slice_nbytes", _I64),  # `_Batch.slice_nbytes` at that time
+        ("measured_slice_nbytes", _I64),  # `_Batch.slice_nbytes` at that time, which stands for the shapes
         # Set by `_compile_handler`:
         ("n_buffers", _I64),  # number of buffers, including scratch
         ("max_inner_loop_nbytes", _I64),  # an inner loop of several slices has about this many bytes at most
@@ -2851,8 +2848,7 @@ class _BatchScheduler(_IRBuilder):
     def _add_dimension(self, batch: _StructPointer, axis: _Int64) -> None:
         """Compute the size of a batch dimension, and its stride in each buffer.
 
-        On entry, `batch.n_slices` and `buffer.n_slices` are the products of the dimensions after this one.  This
-        multiplies them by this dimension.
+        `batch.n_slices` and `buffer.n_slices`, the products of the later dimensions, are multiplied by this one.
         """
         n_buffers = batch.handler_data.n_buffers
         size = self.variable(1)
@@ -2965,9 +2961,8 @@ class _BatchScheduler(_IRBuilder):
     # - Claims.  A thread claims a chunk of slices by an atomic fetch-and-add of `next`, so each slice has one thread.
     # - Completion.  When a chunk is settled, its thread subtracts the slices from `remaining`.  The thread that reaches
     #   0 releases `done_lock`, which wakes the caller.
-    # - Results.  The caller sees the results of all threads: each thread stores them before its subtraction from
-    #   `remaining`.  The subtractions are sequentially consistent, and `done_lock` is released after the one that
-    #   reaches 0.
+    # - Results.  Each thread stores its results before its subtraction, which is sequentially consistent.  So the
+    #   caller, which waits for the subtraction that reaches 0, sees the results of all threads.
     # - Cancellation.  If a slice fails, its thread cancels the rest of its chunk and all slices that are not claimed.
     #   It moves `next` beyond `n_slices`, and subtracts these slices from `remaining`.  Chunks of other threads still
     #   run.  If several slices fail, the call returns one of their errors, not necessarily the first.
@@ -2981,8 +2976,8 @@ class _BatchScheduler(_IRBuilder):
         with self.if_(shared == 0):  # not enough memory
             self.ret(self.call("run_range", batch, first, batch.n_slices))
         n_threads = self.variable(1)
-        # `n_threads` is a pointer, through which XLA writes the number.  Without a thread pool it stays 1.
-        args = self.new_struct(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=n_threads)
+        address = n_threads.address_of("current")  # XLA writes the number here.  Without a thread pool it stays 1.
+        args = self.new_struct(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=address)
         self._destroy_error(batch.frame, self.call_api(batch.frame, "ThreadPool_NumThreads", args))
         rest = batch.n_slices - first
         n_tasks = self.minimum(n_threads.current - 1, rest - 1, work_us // _MIN_US_PER_THREAD)
@@ -3033,7 +3028,7 @@ class _BatchScheduler(_IRBuilder):
                 n_settled.current = n_settled.current + self._cancel_unclaimed(shared)
                 self._destroy_error(shared.batch.frame, self.atomic("xchg", shared.address_of("error"), error))
             n_remaining_before = self.atomic("sub", shared.address_of("remaining"), n_settled.current)
-            # From here on the caller may return, so `shared.batch` is invalid until this thread claims another chunk.
+            # From here on `remaining` may be 0, and `shared.batch` invalid.  A claimed slice keeps it above 0.
             with self.if_(n_remaining_before == n_settled.current):  # no slices remain
                 self.call("PyThread_release_lock", shared.done_lock)
 
@@ -3077,9 +3072,9 @@ _FENV_WORDS = 32  # more than fenv_t has: 4 words on x86-64, 1 on arm64
 
 def _compile_handler(signature: _Signature, emitter: _Emitter) -> _CompiledHandler:
     """Compile a handler, or reuse the object code of one with the same signature and `code_key`, and load it."""
-    # Shared code contains neither the label nor callbacks.
+    # Only code for CPUs is shared.  It does not depend on the label, callbacks or traits.
     key = signature._replace(label=""), emitter.code_key, emitter.starts_threads, bool(emitter.lock_address)
-    code = _HANDLER_CODE.get(key)
+    code = _HANDLER_CODE.get(key)  # None if `code_key` is None, because such code is not stored
     callbacks = []
     if code is None:
         builder = _HandlerBuilder(signature, emitter)
@@ -3109,6 +3104,7 @@ class _HandlerBuilder(_IRBuilder):
         super().__init__()
         self.signature = signature
         self.emitter = emitter
+        self.sets_environment = emitter.starts_threads and sys.platform == "linux"  # `_FE_DFL_ENV` is valid only there
         self.callbacks: list = []  # Python functions that the code calls, except those of the emitter
         self.handler_data = self._global_handler_data()
         self.define(self.inner_loop, XLA_FFI_CallFrame, _BatchedBuffer, _I64)
@@ -3141,19 +3137,18 @@ class _HandlerBuilder(_IRBuilder):
         """Acquire the emitter's lock.  If the kernel starts threads, set the default floating-point environment.
 
         XLA's threads flush subnormal numbers to zero.  If such a thread starts Numba's threads, they inherit this, and
-        it would later change the results of parallel functions outside of JAX.  Only on Linux is the default
-        environment a constant (`_FE_DFL_ENV`), so elsewhere the environment is not changed.
+        it would later change the results of parallel functions outside of JAX.
         """
         if self.emitter.lock_address:
             self.call("PyThread_acquire_lock", self.handler_data.lock_address, _WAIT_LOCK)
-        if self.emitter.starts_threads and sys.platform == "linux":
+        if self.sets_environment:
             self.saved_environment = self.alloca(_I64, _FENV_WORDS)
             self.call("fegetenv", self.saved_environment)
             self.call("fesetenv", _FE_DFL_ENV)
 
     def _release_guards(self) -> None:
-        """Revert `_acquire_guards` before `inner_loop` returns.  On GPUs there is nothing to revert."""
-        if self.emitter.starts_threads and sys.platform == "linux":
+        """Revert `_acquire_guards` before `inner_loop` returns."""
+        if self.sets_environment:
             self.call("fesetenv", self.saved_environment)
         if self.emitter.lock_address:
             self.call("PyThread_release_lock", self.handler_data.lock_address)
@@ -3174,7 +3169,7 @@ class _HandlerBuilder(_IRBuilder):
 
         Yields:
           The arrays of a launch, and its number of slices.  The first dimension of an array is that number, or 1 if all
-          slices share the array.
+          slices share the array or are empty.
         """
         first_arrays = self._first_arrays(buffers)
         with self.loop((count + (max_slices - 1)) // max_slices) as group:
@@ -3210,9 +3205,9 @@ class _HandlerBuilder(_IRBuilder):
         depth = self._batch_depth(xla_buffers)
         buffers = self._batched_buffers(xla_buffers)
         self._prepare_outputs(frame, xla_buffers, buffers, depth)
-        with self.if_(depth == 0):
-            self.ret(self.call("inner_loop", frame, buffers, 1))
-        return self.call(self.handler_data.run_batch, frame, self.handler_data, buffers, depth)
+        with self.if_(depth):
+            self.ret(self.call(self.handler_data.run_batch, frame, self.handler_data, buffers, depth))
+        return self.call("inner_loop", frame, buffers, 1)
 
     def _describe_handler(self, frame: _StructPointer, metadata: _StructPointer) -> None:
         """Report the traits and the API version of the handler."""
@@ -3236,7 +3231,7 @@ class _HandlerBuilder(_IRBuilder):
     def _batch_depth(self, xla_buffers: Sequence[_StructPointer]) -> _Int64:
         """Return the number of batch dimensions of the call: the rank of the last buffer, minus the rank of its slices.
 
-        The last buffer has all batch dimensions.  Only inputs may lack them, and only if the call has outputs (5.2).
+        The last buffer has all batch dimensions: outputs and scratch do, and without any, so do all inputs (5.2).
         """
         return xla_buffers[-1].rank - self.signature.ranks[-1] if xla_buffers else self.constant(0)
 
@@ -3276,7 +3271,7 @@ class _HandlerBuilder(_IRBuilder):
                 nbytes.current = nbytes.current * self.load(output.dims + 8 * d)
             if not self.emitter.libcuda:
                 self._use_huge_pages(output.data, nbytes.current)
-            elif j in signature.zeroed:
+            if self.emitter.libcuda and j in signature.zeroed:  # on a CPU, `inner_loop` zeroes
                 self._write_gpu_memory(frame, nbytes.current, "cuMemsetD8Async", output.data, 0)
             if j in inputs_by_output:
                 source = xla_buffers[inputs_by_output[j]].data
@@ -3294,7 +3289,7 @@ class _HandlerBuilder(_IRBuilder):
 
         Both have the same shape, including batch dimensions.  Normally XLA passes one address for both, after it has
         copied the input if that is needed later.  One exception: a dynamic-slice fusion on GPUs (XLA of jax 0.11.2)
-        loses the alias, and the output is uninitialized.
+        loses the alias, and the output is uninitialized.  No exception is known on CPUs.
         """
         with self.if_(source != output):
             if self.emitter.libcuda:
@@ -3320,14 +3315,18 @@ class _HandlerBuilder(_IRBuilder):
         with self.if_(nbytes > 0):
             code = self.call(libcuda.address(driver_function), *args, nbytes, _load_stream(self, frame))
             with self.if_(code & 0xFFFF_FFFF):  # the result is a C int
-                self.fail(frame, self.call(callback, code))
+                self.ret(self._create_error(frame, self.call(callback, code)))
+
+    def _create_error(self, frame: _StructPointer, message: _Int64) -> _Int64:
+        """Create an XLA_FFI_Error*.  `message` is the address of a C string, which XLA copies."""
+        args = self.new_struct(XLA_FFI_Error_Create_Args, message=message, errc=_ERROR_INTERNAL)
+        return self.call_api(frame, "Error_Create", args)
 
     # -- for emitters --
 
     def fail(self, frame: _StructPointer, message: _Int64) -> None:
-        """Return an error from the generated function.  `message` is the address of a C string, which XLA copies."""
-        args = self.new_struct(XLA_FFI_Error_Create_Args, message=message, errc=_ERROR_INTERNAL)
-        error = self.call_api(frame, "Error_Create", args)
+        """Return an error from `inner_loop`.  `message` is the address of a C string."""
+        error = self._create_error(frame, message)
         self._release_guards()
         self.ret(error)
 
@@ -3374,7 +3373,7 @@ class _CallbackEmitter(_Emitter):
         self.callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_I64))(callback)
         # The last element starts as this message.  The callback overwrites it at its end, but a KeyboardInterrupt may
         # end the callback before its first line.
-        interrupted = f"KeyboardInterrupt (raised in kernel '{signature.label}')"
+        interrupted = f"KeyboardInterrupt (raised in a call of kernel '{signature.label}')"
         self.interrupted = ctypes.create_string_buffer(interrupted.encode("utf-8", "replace"))
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
@@ -3396,13 +3395,14 @@ _ERROR_MESSAGES: dict[int, Any] = {}
 def _store_error_message(error: BaseException, label: str) -> int:
     """Store the message of a kernel's exception as a C string, and return its address.
 
-    The callers are called by machine code, so this function must not raise.
+    The callers are called by machine code, so this function must not raise.  If it did, ctypes would return an
+    undefined address.  A KeyboardInterrupt could cause that, but the callers take only microseconds.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     advice = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # the text of NumPy's error
     if len(text) > 10_000:
         text = text[:10_000] + " [...]"
-    text = f"{text}{advice} (raised in kernel '{label}')".replace("\0", "\\0")
+    text = f"{text}{advice} (raised in a call of kernel '{label}')".replace("\0", "\\0")
     _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
 
