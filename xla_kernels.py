@@ -500,9 +500,10 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 # 1. Their specializations are equal: signature, options and name (3.3).
 # 2. Their fingerprints are equal (3.2).  For example, a `def` statement that runs twice creates such kernels.
 # 3. No helper was recompiled after the first kernel, which contains the helper's old code (`_first_overloads`).
-# 4. Neither was compiled before its target was looked up, so a decorated kernel can share a target only for its first
-#    specialization.  The fingerprints cover all that Numba reads (`_can_share_target`).
-# 5. Their machine code contains the captured values.  A `numba_cuda_callable`, and a kernel in Numba's CUDA simulator,
+# 4. Neither was compiled before its target was looked up, because its code may contain older captured values.  So a
+#    decorated kernel can share a target only for its first specialization (`_can_share_target`).
+# 5. Neither has attributes of a function, such as `__wrapped__`, which fingerprints do not cover (`_can_share_target`).
+# 6. Their machine code contains the captured values.  A `numba_cuda_callable`, and a kernel in Numba's CUDA simulator,
 #    run in Python instead, which reads globals on each run.
 #
 # Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
@@ -518,6 +519,7 @@ _LOG = logging.getLogger(__name__)
 
 # State that all copies of this file in a process share, including vendored, reloaded and older copies, so the keys must
 # not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads only its own handlers.
+# The others are there to stay alive.
 _PROCESS_STATE: dict[str, Any] = vars(
     sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
 )
@@ -795,6 +797,7 @@ def _can_share_target(kernel: Any) -> bool:
     if not is_plain_function and getattr(kernel, "overloads", True):  # a ufunc does not show whether it is compiled
         return False  # compiled already, perhaps with other captured values
     # A fingerprint has no attributes of the function.  Numba reads some, such as `__wrapped__` for the parameters.
+    # Helpers need no such check, because fingerprints compare them by identity.
     return not vars(_py_func(kernel))
 
 
@@ -872,9 +875,9 @@ class _Specialization(NamedTuple):
 
     signature: _Signature
     options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_refreshed_content`
-    platform: str  # "cpu" or "cuda"
+    platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
-    launch_layout: str = ""  # for Warp, the words of `launch` that become pointers; other backends have one layout
+    launch_layout: str = ""  # for Warp, which words of the attribute `launch` are replaced by pointers (10.4)
     fingerprint: _Fingerprint = _Fingerprint("", ())  # of a Numba kernel; the registry adds it
 
     def base_name(self) -> str:
@@ -932,6 +935,7 @@ class _TargetRegistry:
                 return names[specialization]
             full_specialization = specialization._replace(fingerprint=_fingerprint(kernel))
             name = None
+            # This comes before the compilation, because a decorated kernel that is compiled cannot share a target.
             can_share = freezes_globals and _can_share_target(kernel)
             if can_share:
                 name = self.shared_names.get((full_specialization, _first_overloads(kernel)))
