@@ -3579,7 +3579,7 @@ class _NumbaWrapper(_Wrapper):
             input_args[self.parameters.index(name)] = n_in + j
         other_args = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
         maps = [_ArgumentMap(n_buffers, (*input_args, *other_args), self._scalar_inputs(call.ins))]
-        if may_return and other_args and not call.scratch:
+        if may_return and other_args and not call.scratch:  # then `other_args` are outputs
             maps.append(_ArgumentMap(n_buffers, tuple(input_args), _zero_dim_inputs(call.ins), results=other_args))
         signature = inspect.signature(_py_func(self.kernel))
         fitting_maps = [argument_map for argument_map in maps if _can_bind(signature, len(argument_map.args))]
@@ -3646,7 +3646,7 @@ class _NumbaKernel(_NumbaWrapper):
 
         def compile_handler() -> _CompiledHandler:
             compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, checks_outputs)
-            return compiler.compile_handler(argument_maps, in_order)
+            return compiler.compile_kernel_and_handler(argument_maps, in_order)
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
@@ -3712,9 +3712,10 @@ class _ArgumentMap(NamedTuple):
 
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
-        n_parameters = len(inspect.signature(_py_func(kernel)).parameters)
-        has_varargs = n_parameters != len(_parameter_names(kernel))  # `*args`, which Numba compiles as one tuple
-        return not has_varargs and self == _ArgumentMap(n_parameters, tuple(range(n_parameters)))
+        parameters = inspect.signature(_py_func(kernel)).parameters
+        if any(x.kind is x.VAR_POSITIONAL for x in parameters.values()):
+            return False  # Numba compiles `*args` as one tuple
+        return self == _ArgumentMap(len(parameters), tuple(range(len(parameters))))
 
     def named_args(self, parameters: Sequence[str]) -> list[tuple[str, int]]:
         """Return the name and the buffer of each argument.  Arguments beyond these parameters belong to `*args`."""
@@ -3763,11 +3764,11 @@ class _NumbaCompiler:
 
     Most methods call the methods below them:
 
-        compile_handler              compiles the kernel, and the handler
+        compile_kernel_and_handler
           _first_that_compiles       tries each calling convention that fits the number of parameters
             _compile_and_check       checks stores to inputs and outputs; if necessary, compiles again, with copies
               _compile_for_buffers   compiles the kernel for read-only inputs; if that fails, for writable inputs
-                _compile_kernel      compiles the kernel itself
+                _compiled_type       compiles the kernel itself, and returns the type of its result
                 _check_results       checks what the kernel returns
                 _jitted_adapter      creates the adapter, if the kernel needs one
     """
@@ -3787,7 +3788,7 @@ class _NumbaCompiler:
         """The positions of the parameters that the kernel only reads, and the names of such globals."""
         return _find_only_read(self.kernel)
 
-    def compile_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
+    def compile_kernel_and_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
         """Compile the kernel with the first argument map that works, and the handler that calls it."""
         import numba
 
@@ -3829,13 +3830,13 @@ class _NumbaCompiler:
     def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
         """Return the compiled function of all buffers.  Raise an error if the kernel breaks a rule for stores.
 
-        An input has a proof if LLVM or Numba's IR shows that the kernel only reads it (7.3).  If all inputs have one,
-        the kernel is accepted.  Otherwise:
+        An input has a proof if LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first row that fits
+        counts:
 
-            it compiles for read-only inputs                                    accepted
-            the same, but it uses a function for which Numba ignores this       it gets copies of inputs without a proof
-            it compiles for writable inputs only, because of a store            error
-            it compiles for writable inputs only, for another reason            it gets copies of inputs without a proof
+            it compiles for read-only inputs, and uses nothing that ignores this    accepted
+            all inputs have a proof                                                 accepted
+            it does not compile for read-only inputs, because of a store            error
+            otherwise                                                               copies of inputs without a proof
         """
         overload, readonly_error = self._compile_for_buffers(argument_map)
         unproven = set()  # inputs
@@ -3846,10 +3847,12 @@ class _NumbaCompiler:
         if unproven and readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(unproven, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
-            raise _read_only_input_error(f"{self.title} writes", names, more=more) from readonly_error
+            verb = "writes" if len(names) == 1 else "may write"
+            raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
         self._check_outputs(argument_map)
         if unproven:
             _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
+            # An error for read-only inputs does not matter any more: the inputs that are not copied have a proof.
             overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))
         return overload
 
@@ -3860,7 +3863,7 @@ class _NumbaCompiler:
         """
         from numba import types as nbtypes
 
-        compile_kernel = functools.partial(self._compile_kernel, argument_map)
+        compile_kernel = functools.partial(self._compiled_type, argument_map)
         returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
         if argument_map.results:
             self._check_results(argument_map, returned_type)
@@ -3871,12 +3874,12 @@ class _NumbaCompiler:
             function = self._jitted_adapter(argument_map, returned_type)
         buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
         try:
-            function.compile(buffer_types)
+            function.compile(buffer_types)  # does nothing if `function` is the kernel, which is compiled already
         except Exception as error:
             raise _compile_error("Numba", self.signature, error) from error
         return function.overloads[buffer_types], readonly_error
 
-    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
+    def _compiled_type(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
         """Compile the kernel for buffers of these types, and return the Numba type of what it returns."""
         from numba.core.registry import cpu_target
 
@@ -3888,7 +3891,7 @@ class _NumbaCompiler:
             elif buffer in argument_map.copied:
                 argument_type = argument_type.copy(readonly=False)
             argument_types.append(argument_type)
-        # Numba compiles the kernel here as it does for a jitted function that calls the kernel.
+        # To find the type of a call, Numba compiles the called function.
         context = cpu_target.typing_context
         context.refresh()
         call_type = context.resolve_value_type(self.kernel).get_call_type(context, tuple(argument_types), {})
@@ -3902,23 +3905,24 @@ class _NumbaCompiler:
         leaves = _returned_leaves(returned_type)
         copy_lines = []
         store_lines = []
-        for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
+        for (expression, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
             if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
                 # The value may be a view of an output that an earlier line overwrites.  (In a single store, Numba
                 # handles a view of the same output.)
-                copy_lines.append(f"r{buffer} = {value}.copy()")
-                value = f"r{buffer}"
+                copy_lines.append(f"r{buffer} = {expression}.copy()")
+                expression = f"r{buffer}"
             if self.signature.ranks[buffer]:
-                check = f"if {value}.shape != b{buffer}.shape: raise ShapeError({value}.shape, b{buffer}.shape)"
-                store_lines.append(check)
-            store_lines.append(f"b{buffer}[...] = {value}")
+                shapes = f"{expression}.shape, b{buffer}.shape"
+                store_lines.append(f"if {expression}.shape != b{buffer}.shape: raise ShapeError({shapes})")
+            store_lines.append(f"b{buffer}[...] = {expression}")
         return numba.njit(argument_map.make_adapter(self.kernel, *copy_lines, *store_lines, ShapeError=ShapeError))
 
     def _check_returns_nothing(self, argument_map: _ArgumentMap, returned: Any) -> None:
         """Raise an error if a kernel that stores to its outputs returns a value."""
         if not _returned_leaves(returned):
             return
-        # A kernel with the line `out = x + 1; return out` has two mistakes.  The first explains both.
+        # A kernel with the lines `out = x + 1; return out` never stores to `out`.  That error has the better fix: drop
+        # the parameter `out`, and keep the `return`.
         self._check_outputs(argument_map, return_fix="keep the `return`")
         raise TypeError(
             f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
@@ -3929,7 +3933,7 @@ class _NumbaCompiler:
         """Raise an error if a kernel that returns its outputs does not return what `outs` declares."""
         leaves = list(_returned_leaves(returned).values())
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        fix = "Return one value for each of outs"
+        fix = "Return one value for each of outs, with as many dimensions"
         if len(leaves) == len(declared):
             wrong = [(leaf, *spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
             if not wrong:
@@ -4062,6 +4066,14 @@ def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature
     return inputs - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
+_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
+
+
+def _numba_array_members(array: _KernelArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
+
+
 def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
     attributes = _llvm_attributes(overload)
@@ -4070,7 +4082,7 @@ def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
     for buffer, rank in enumerate(signature.ranks):
         if re.search(r"\b(readonly|readnone)\b", attributes[first_member + _DATA_MEMBER]):
             unwritten.add(buffer)
-        first_member += _DATA_MEMBER + 1 + 2 * rank  # an array's last members are data, shape and strides (7.5)
+        first_member += _DATA_MEMBER + 1 + 2 * rank  # an array's last members are data, shape and strides
     return unwritten
 
 
@@ -4126,6 +4138,7 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, nbir.Return) for block in blocks):
         return set()
+    # `numba_ir` has the definitions of functions.  They are temporary variables, which SSA form does not rename.
     uses = _VariableUses(kernel, numba_ir, call_stack)
     for block in blocks:
         for statement in block.body:
@@ -4244,7 +4257,7 @@ def _builds_dict(code: types.CodeType) -> bool:
 def _uses_object_mode(kernel: Any) -> bool:
     """Return whether a kernel or a helper references Numba's object mode, under any name.
 
-    Object mode needs the GIL, and on XLA's threads Numba loses an exception that it raises.
+    Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
     """
     for function in _kernel_and_helpers(kernel):
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
@@ -4256,21 +4269,13 @@ def _uses_object_mode(kernel: Any) -> bool:
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    helpers = _kernel_and_helpers(kernel)[1:]
+    helpers = _kernel_and_helpers(kernel)[1:]  # the machine code of the kernel itself shows it
     if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers):
         return True
     return "@numba_parallel_for(" in str(_llvm_module(overload))
 
 
 # -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
-
-_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
-
-
-def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
-
 
 class _NumbaEmitter(_Emitter):
     """An emitter that calls a compiled function of all buffers for each slice."""
