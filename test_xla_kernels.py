@@ -5018,8 +5018,10 @@ def test_op_jvp_rule_gets_zero_tangents_of_slice_shape():
 RULE_ERRORS = {  # method, rules, error text
     "number of JVP rules": ("def_jvp_rule2", [None], "1 JVP rules for 2 operands. Pass 2 rules"),
     "JVP": ("def_jvp_rule", [lambda x, t: (x[:1], [t[0].astype(int)])], "(int32[8]), but the outputs are (float32[8])"),
+    "JVP pair": ("def_jvp_rule", [lambda x, t: x[0]], "must return a pair. Got "),
+    "batching pair": ("def_batching_rule", [lambda args, axes: args[0]], "must return a pair. Got "),
     "transpose": ("def_transpose_rule", [lambda cts, x, y: cts], "but the operands are (any, float32[8])"),
-    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Write `return outputs, residuals`"),
+    "VJP": ("def_vjp_rule", [lambda x, y: x * y, lambda y, ct: (ct, ct)], "Return outputs, residuals"),
     "batching": ("def_batching_rule", [lambda args, axes: (args[:1], [None])],
                  "(float32[3,3,8]), but outs declares, with the batch"),
     "axes": ("def_batching_rule", [lambda args, axes: (args[:1], [])], "It returned 1 output and the axes []"),

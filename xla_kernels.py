@@ -4277,6 +4277,7 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 
 # -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
 
+
 class _NumbaEmitter(_Emitter):
     """An emitter that calls a compiled function of all buffers for each slice."""
 
@@ -7388,10 +7389,11 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
 # An op is a JAX primitive.  The platform, and with it the backend, is known only when a call is lowered:
 #
 #     op(x, outs=x, power=2)               `__call__`: outs, backend and static parameters become an `_OpCall`
+#       `_OpCall.apply`                    adds the VJP rule; without GPUs, traces the kernel early, to find errors
 #       primitive.bind(x, _op_call=...)    JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
 #         lowering for "cpu"               `_op_lowering`: choose the `KernelEntry` of the backend
 #           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
-#             f(x)                         `_OpCall.kernel_jaxpr`: traced for one slice, batched, and lowered
+#             f(x)                         `_OpCall.kernel_jaxpr`: f, which is for one slice, is traced under the vmaps
 #
 # The op keeps the rules, and an entry (`KernelEntry`) for each registered kernel.  The entry holds a generator, which
 # is a function of the static parameters that returns the kernel.  An `_OpCall` also keeps the recorded vmaps of a call
@@ -8092,7 +8094,7 @@ def _run_kernel(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
         # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
         is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
         if is_plain_function and entry.backend in _BACKENDS:
-            # It may be a kernel that lacks its decorator, which also has parameters for the outputs.
+            # For a better error: a kernel without its decorator also has parameters for the outputs.
             function = _with_checked_signature(function, subject, _kernel_advice(entry.backend))
         returned = function(*ins)
     except Exception as error:
@@ -8118,8 +8120,8 @@ def _generated_function(
       mesh, x64: the current mesh, and whether x64 is enabled.  Constants that the generator creates depend on both.
     """
     outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in outs])
-    # Other traces reuse the constants, so they are computed now, as arrays instead of tracers.  JAX can do so only if
-    # no axis is manual, so manual axes look automatic while the generator runs.
+    # Other traces reuse the constants that a generator creates, so they are evaluated now.  JAX evaluates nothing under
+    # manual axes, so these look automatic while the generator runs.  The function that it returns runs under them.
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
         function = entry.kernel_generator(**params, outs=outs)
@@ -8163,6 +8165,14 @@ def _flatten_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
     return _checked_arrays(subject, leaves, "outs declares", op_call.outs, ", or correct outs")
 
 
+def _checked_pair(subject: str, returned: Any, expected: str) -> tuple:
+    """Return the pair that a rule returned, or raise if it is none."""
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise TypeError(f"{subject} must return a pair. Got {returned!r:.80}. Return {expected}.")
+    first, second = returned
+    return first, second
+
+
 def _checked_arrays(
     subject: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = ""
 ) -> list:
@@ -8188,8 +8198,8 @@ def _checked_arrays(
 
 
 # -- 11.4 The primitive: its parameter, abstract evaluation and lowering -------------------------------
-# Each rule uses the kernels and rules that are registered when JAX calls it.  JAX caches its result, so a later
-# registration may have to clear JAX's caches (`_was_traced`, `_lowered`).
+# JAX's rules for the primitive use the kernels and the user's rules that are registered at that time.  JAX caches the
+# results, so a later registration may have to clear JAX's caches (`_was_traced`, `_lowered`).
 
 
 class _OpPrimitive(Primitive):
@@ -8388,9 +8398,9 @@ def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
 
 
 # -- 11.5 Batching: recorded vmaps ---------------------------------------------------------------------
-# Generators, `outs` and the user's rules are for one slice.  The backend, which knows how to run a batch, is chosen at
-# lowering.  So a `vmap` of an op is only recorded, and applied to the kernel when the op is lowered.  For example,
-# with x: float32[8,3] and w: float32[3]:
+# Generators, `outs` and the user's derivative rules are for one slice.  The backend, which knows how to run a batch, is
+# chosen at lowering.  So a `vmap` of an op is only recorded, and applied to the kernel at lowering.  For example, with
+# x: float32[8,3] and w: float32[3]:
 #
 #     jax.vmap(lambda x, w: op(x, w, outs=x), (0, None))(x, w)
 #
@@ -8476,10 +8486,11 @@ def _record_vmap(
 def _run_batching_rule(op_call: _OpCall, vmap: _RecordedVmap, *ins: Any) -> list:
     """Return the outputs of the user's batching rule, with the batch axis in front."""
     subject = f"The batching rule of {op_call.op.name!r}"
-    outputs, axes = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
+    returned = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
+    outputs, axes = _checked_pair(subject, returned, "outputs, axes")
     if not isinstance(outputs, (list, tuple)):
         outputs, axes = [outputs], [axes]
-    if len(outputs) != len(axes):
+    if not isinstance(axes, (list, tuple)) or len(outputs) != len(axes):
         raise ValueError(
             f"{subject} must return an axis for each output. It returned {_counted(len(outputs), 'output')} and the "
             f"axes {axes}. Return (outputs, [0] * len(outputs)) if the batch axes are in front."
@@ -8627,7 +8638,7 @@ def _op_jvp(op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
         if isinstance(rule, list):  # the rules of `def_jvp_rule2`, one for each operand
             outputs = slice_call.bind(*xs)
             return outputs, _sum_jvp_terms(op.name, rule, xs, ts, outputs, op_call.rule_params)
-        outputs, tangents_out = rule(xs, ts, **op_call.rule_params)
+        outputs, tangents_out = _checked_pair(subject, rule(xs, ts, **op_call.rule_params), "outputs, tangents")
         outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.outs)
         return outputs, _checked_tangents(subject, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
 
@@ -8672,13 +8683,9 @@ def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable
     subject = f"of the VJP rule of {op_call.op.name!r}"
 
     def forward(*ins: Any) -> tuple:
-        returned = fwd(*ins, **params)
-        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise TypeError(
-                f"fwd {subject} must return a pair. Got {returned!r:.80}. Write `return outputs, residuals`, with None "
-                "if bwd needs no residuals."
-            )
-        return _flatten_outputs(f"fwd {subject}", returned[0], op_call), returned[1]
+        expected = "outputs, residuals (None if bwd needs none)"
+        outputs, residuals = _checked_pair(f"fwd {subject}", fwd(*ins, **params), expected)
+        return _flatten_outputs(f"fwd {subject}", outputs, op_call), residuals
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, op_call.tree.unflatten(cotangents), **params)
