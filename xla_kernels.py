@@ -1272,7 +1272,7 @@ def _can_bind(signature: inspect.Signature, n_arguments: int) -> bool:
 def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     """Return the error text for an exception in a function of the inputs' specs."""
     shown = ", ".join(map(_format_spec, specs))
-    raised = f"{option} of ({shown}) raised {type(error).__name__}: {error}. "
+    raised = f"{option}, called with the specs ({shown}), raised {type(error).__name__}: {error}. "
     *_, (raising_frame, _) = traceback.walk_tb(error.__traceback__)
     # If the constructor of ShapeDtypeStruct raised the error, the shape was not a tuple.
     if raising_frame.f_code is Spec.__init__.__code__:
@@ -1293,7 +1293,7 @@ def _check_call_signature(
       subject: the function, as the subject of the message.
       args: the positional arguments: specs, or texts that describe them.
       params: the names of the keyword arguments.
-      advice: the most likely fix, if there is one.
+      advice: another fix, after a space, if there is one.
     """
     try:
         signature.bind(*args, **dict.fromkeys(params))
@@ -1303,11 +1303,9 @@ def _check_call_signature(
         if str(error).startswith("missing"):  # "missing a required argument: 'x'"
             fix = "Remove the parameters that are not passed."
             if not args:  # a generator of an op, which gets the op's static parameters
-                fix = "Remove the parameters that are not passed, or pass them to op(...) by name."
-        otherwise = f"{advice} Otherwise: " if advice else ""
-        raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({passed}): {error}. {otherwise}{fix}"
-        ) from None
+                fix = "Pass the missing parameters to the op by name, or remove them."
+        rule = f"{subject} takes {signature}, but this call passes ({passed})"
+        raise TypeError(f"{rule}: {error}. {fix}{advice}") from None
 
 
 # -- 4.3 Inputs ----------------------------------------------------------------------------------------
@@ -2027,7 +2025,10 @@ class _Wrapper(_PickledByReference):
         arguments = {**dict(zip(names, args)), **named}
         has_wrong_count = len(arguments) != n  # too many, or a name that is also passed by position
         if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
-            raise self._wrong_arity(f"got {len(args)} by position and ({', '.join(named)}) by name. Pass each once.")
+            missing = [f"{name!r} is missing. " for name in names if name not in arguments]
+            raise self._wrong_arity(
+                f"got {len(args)} by position and ({', '.join(named)}) by name. {''.join(missing[:1])}Pass each once."
+            )
         return {name: arguments[name] for name in names}
 
     def _wrong_arity(self, problem: str) -> TypeError:
@@ -2093,10 +2094,10 @@ class _Wrapper(_PickledByReference):
         for role, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
-                    raise TypeError(
-                        f"{self.title}: {role} {i} is {_format_spec(spec)}, a dtype {why_not}. Cast it, and cast the "
-                        "result back: f(x.astype(jnp.float32)).astype(x.dtype)"
-                    )
+                    fix = "Cast it, and cast the result back: f(x.astype(jnp.float32)).astype(x.dtype)"
+                    if specs is call.scratch:
+                        fix = f"Declare jax.ShapeDtypeStruct({spec.shape}, jnp.float32)"
+                    raise TypeError(f"{self.title}: {role} {i} is {_format_spec(spec)}, a dtype {why_not}. {fix}")
 
     # -- options that depend on the inputs -------------------------------------------------------------
 
@@ -4004,7 +4005,7 @@ class ShapeError(ValueError):  # no underscore, because its name is in the error
     def __str__(self) -> str:
         returned, declared = self.args
         fix = "If the shape depends on the data, declare a fixed capacity in outs, and return a count, too"
-        return f"it returned an array of shape {returned}, where outs declares {declared}. {fix}"
+        return f"an array of shape {returned} is returned, where outs declares {declared}. {fix}"
 
 
 def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str, Any]:
@@ -8044,7 +8045,7 @@ def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
             "A kernel must be a decorated kernel, a wrapper, or a generator (a function that returns a kernel). Got "
             f"the {type(kg).__name__} {kg!r} for {subject}. Pass a function."
         )
-    advice = f"A plain function is a generator, which is called with the static parameters. {_kernel_advice(backend)}"
+    advice = f" A plain function is a generator, which returns the kernel. {_kernel_advice(backend)}"
     return _with_checked_signature(kg, f"{title}: the generator of backend {backend!r}", advice)
 
 
@@ -8095,7 +8096,7 @@ def _run_kernel(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
         is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
         if is_plain_function and entry.backend in _BACKENDS:
             # For a better error: a kernel without its decorator also has parameters for the outputs.
-            function = _with_checked_signature(function, subject, _kernel_advice(entry.backend))
+            function = _with_checked_signature(function, subject, f" {_kernel_advice(entry.backend)}")
         returned = function(*ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
@@ -8370,8 +8371,8 @@ def _check_lowerable(title: str, closed_jaxpr: Any) -> None:
         uses_vmap_axis = axis is not None and axis not in manual_axes
         if is_ordered or uses_vmap_axis:
             raise NotImplementedError(
-                f"{title}: a kernel must not have ordered effects, nor use axes of a vmap. It has {effect}. "
-                "Instead of the op, call the function that the generator returns."
+                f"{title}: a kernel must not have ordered effects, such as jax.debug.print(..., ordered=True), nor "
+                f"use axes of a vmap. It has {effect}. Remove it, or call the generator's function instead of the op."
             )
 
 
