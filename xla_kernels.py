@@ -8303,7 +8303,7 @@ class _OpCall:
 
         Otherwise the lowering, which comes later, reports them.
         """
-        if jax.default_backend() != "cpu":
+        if jax.default_backend() != "cpu" or _default_platform() != "cpu":
             return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
         entry = self.op._find_entry("cpu", self.backend)
         if entry:
