@@ -5397,7 +5397,7 @@ CUDA_MISTAKES = [
      lambda: trace_cuda(launch_dims=lambda x: x.sum())),
     (ValueError, "1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
     (ValueError, "got grid and block and threads_per_block. Pass",
-     lambda: trace_cuda(grid=1, block=64, threads_per_block=64)),
+     lambda: trace_cuda(grid=1, block=64, threads_per_block=256)),
     (ValueError, "got threads_per_block=64 and launch_dims=(3, 4). Pass grid=(x, y), block",
      lambda: trace_cuda(launch_dims=lambda x: (3, 4), threads_per_block=64)),
     (ValueError, "shared_mem must be an int from 0 .*; got -1", lambda: trace_cuda(launch_dims=1, shared_mem=-1)),

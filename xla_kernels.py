@@ -4840,7 +4840,7 @@ def _check_stores(
 # handler that launches it.  Section 6 calls `_load_stream` and `_load_stream_and_device` of 9.3, for outputs and for
 # Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
 #
-# If a new version of these packages changes one of these undocumented parts, there is an error:
+# If a new version of these packages removes or renames one of these undocumented parts, there is an error:
 #
 #     dispatchers         `compile`, `overloads`, `targetoptions`, `py_func`, `_can_compile`
 #     compiled kernels    `type_annotation`; `_codelibrary` and `entry_name`, or `ptx` and `metadata`
@@ -4850,12 +4850,12 @@ def _check_stores(
 # If one of these changes, there may be no error.  Run the tests named test_fakecuda before a version is supported.
 #
 # - the layout of parameters, and launches that need more than cuLaunchKernel (`check_launch`)
-# - the PTX of code that depends on z (`_PTX_MAY_DEPEND_ON_Z`)
+# - the PTX of code that depends on z (`_PTX_MAY_DEPEND_ON_Z`), and calls of `cuda.grid` in Numba's IR
+# - functions that store to read-only arrays, and how typed code shows their calls (`_find_store_to_readonly`)
 # - whether compiled code keeps arrays alive, and whether XLA makes the context of the call's device current
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_BLOCKS = {2: (16, 16, 1), 3: (8, 8, 4)}  # threads per block, for launch_dims of two and three dimensions
-_CUDA_THREADS_PER_BLOCK = 256  # the default, for launch_dims of one dimension
+_CUDA_BLOCKS = {1: (256, 1, 1), 2: (16, 16, 1), 3: (8, 8, 4)}  # the default, by the number of dimensions of launch_dims
 _CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
 _CUDA_MAX_THREADS = 1024  # in a block
 _CUDA_LIMIT_FIXES = {
@@ -4883,7 +4883,7 @@ def numba_cuda_kernel(
     grid: Any = None,
     block: Any = None,
     launch_dims: Any = None,
-    threads_per_block: int = _CUDA_THREADS_PER_BLOCK,
+    threads_per_block: int | None = None,
     shared_mem: int = 0,
     vmap_method: str | None = None,
     input_output_aliases: Mapping[int | str, int] | None = None,
@@ -4913,7 +4913,7 @@ def numba_cuda_kernel(
     - the compilation for batches fails, or captured values have changed since the kernel was compiled;
     - the kernel that is compiled for batches allows fewer threads in a block than the launch has.
 
-    The logger of this module states the reason, at level DEBUG.
+    The logger "xla_kernels" (this module's name) states the reason, at level DEBUG.
 
     Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream per output, not per batch
     element.
@@ -4921,7 +4921,7 @@ def numba_cuda_kernel(
     A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
     lives.  A kernel that writes to such an array changes the caller's array.
 
-    CUDA kernels cannot raise exceptions.
+    CUDA kernels cannot raise exceptions.  With numba-cuda-mlir, all GPUs must have the same architecture.
 
     If NUMBA_ENABLE_CUDASIM=1 is set before Numba is imported, kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
@@ -4937,8 +4937,8 @@ def numba_cuda_kernel(
       block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
       launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
         specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
-        must check indices (`if i < out.size`).  Adjacent threads differ in x.  For a matrix `x`, pass `x.shape[::-1]`
-        with `j, i = cuda.grid(2)`, or `x.shape` with `i, j = cuda.grid(2)`.  If a number is 0, nothing is launched.
+        must check indices (`if i < out.size`).  Adjacent threads differ in x.  So that they access adjacent elements of
+        a matrix `x`, pass `x.shape[::-1]` with `j, i = cuda.grid(2)`.  If a number is 0, nothing is launched.
       threads_per_block: The block size, an int, only for one-dimensional `launch_dims`.  Default 256.  For two
         dimensions the block is 16x16, for three 8x8x4.
       shared_mem: The bytes of dynamic shared memory, an int.  Default 0.  The device's opt-in maximum is allowed.
@@ -4947,7 +4947,7 @@ def numba_cuda_kernel(
       A function of the inputs, `f(*inputs)`.  Its results have the structure of `outs`.
 
     Raises:
-      TypeError: See `numba_kernel`.  Also if a launch takes more than one call of CUDA's driver (`debug=True`,
+      TypeError: See `numba_kernel`.  Also if a kernel needs more than one plain call of cuLaunchKernel (`debug=True`,
         cooperative kernels).  Use `numba_cuda_callable` for these.
       ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, if they
         exceed CUDA's limits (1,024 threads in a block), or if `threads_per_block` is given but not used.
@@ -5004,13 +5004,13 @@ def numba_cuda_callable(
       such helpers, so the check is off.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
-    element.  Without a GPU, a program can still be lowered for CUDA.
+    element.  Calls hold the GIL, and are not captured in CUDA graphs.  A program with a callable cannot be exported.
 
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package (`numba.cuda` or
         `numba_cuda_mlir`) whose kernel or module `cuda` is referenced by `func`, as a global, closure variable or
-        default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Create the
-        wrapper once: each wrapper compiles a handler, which keeps the function and its captured values alive forever.
+        default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Create only
+        one wrapper of a function: each compiles a handler, which keeps the function and its captured values forever.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -5123,7 +5123,7 @@ def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, 
         raise ValueError(
             f"launch_dims needs one int for each index of a thread. {title}: {launch_text} has "
             f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}. "
-            f"For example, pass launch_dims={(64,) * max(n_indices, 1)}."
+            f"For example, pass launch_dims={(64,) * max(n_indices, 1)}."  # a Warp kernel may have no index
         )
 
 
@@ -5153,14 +5153,13 @@ class _CudaOptions(_Options):
     grid: Any
     block: Any
     launch_dims: Any
-    threads_per_block: int
+    threads_per_block: int | None
     shared_mem: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in ("grid", "block", "launch_dims") if getattr(self, name) is not None]
-        if self.threads_per_block != _CUDA_THREADS_PER_BLOCK:
-            given.append("threads_per_block")
+        names = "grid", "block", "launch_dims", "threads_per_block"
+        given = [name for name in names if getattr(self, name) is not None]
         if given not in (["grid", "block"], ["launch_dims"], ["launch_dims", "threads_per_block"]):
             raise ValueError(
                 "A launch takes either both grid and block, or launch_dims and perhaps threads_per_block; got "
@@ -5168,8 +5167,9 @@ class _CudaOptions(_Options):
                 "block=256."
             )
         self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, "Pass shared_mem=4 * n_floats.")
-        fix = "For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
-        self.threads_per_block = _int_in_range("threads_per_block", self.threads_per_block, 1, _CUDA_MAX_THREADS, fix)
+        if (size := self.threads_per_block) is not None:
+            fix = "For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
+            self.threads_per_block = _int_in_range("threads_per_block", size, 1, _CUDA_MAX_THREADS, fix)
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -5189,7 +5189,7 @@ class _CudaWrapper(_NumbaWrapper):
     def _checked_signature(self, call: _CallParams) -> _Signature:
         """Return the signature of a call.  Raise an error if Numba is missing, or has no arrays of a dtype."""
         _import("numba", self.decorator, _CUDA_INSTALL)
-        self._check_dtypes(call, _CUDA_DTYPES, why_not="that Numba CUDA has no arrays of")
+        self._check_dtypes(call, _CUDA_DTYPES, "for which Numba CUDA has no arrays")
         return call.signature(self.__name__)
 
     def _target(
@@ -5259,8 +5259,8 @@ class _CudaKernel(_CudaWrapper):
         target = self._target(package, signature, compile_handler, freezes_globals=freezes_globals, key=key)
         target = dataclasses.replace(target, launch=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
-            # A program that another process has exported finds this target by its name.  This process does not lower
-            # the program, so compile the batch launch now.  This does nothing without a GPU, or if it was done before.
+            # Lowering compiles batch launches.  A program that another process exported is never lowered here, and it
+            # may call a named target.  So compile now.  This does nothing without a GPU, or if it was done before.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
@@ -5275,14 +5275,16 @@ class _CudaKernel(_CudaWrapper):
             return _LaunchConfig(*_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem)
         threads = _dim3("launch_dims", dims)
         n_dims = np.size(dims)  # 1 for an int
-        if n_dims > 1 and options.threads_per_block != _CUDA_THREADS_PER_BLOCK:
-            raise ValueError(
-                "threads_per_block is for launch_dims of one dimension; got threads_per_block="
-                f"{options.threads_per_block} and launch_dims={dims}. Pass grid=(x, y), block=(x, y) instead."
-            )
+        block = _CUDA_BLOCKS[n_dims]
+        if options.threads_per_block:
+            block = options.threads_per_block, 1, 1
+            if n_dims > 1:
+                raise ValueError(
+                    "threads_per_block is for launch_dims of one dimension; got threads_per_block="
+                    f"{options.threads_per_block} and launch_dims={dims}. Pass grid=(x, y), block=(x, y) instead."
+                )
         if checks_indices and (n_indices := _n_cuda_grid_indices(self.kernel)):
             _check_n_indices(self.title, f"launch_dims={dims}", n_dims, n_indices, "cuda.grid")
-        block: tuple[int, int, int] = _CUDA_BLOCKS.get(n_dims, (options.threads_per_block, 1, 1))
         grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
         return _LaunchConfig(*_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem)
 
@@ -5303,18 +5305,18 @@ class _CudaCallable(_CudaWrapper):
         package = _callable_package(function)
         signature = self._checked_signature(call)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.buffers, "a stream"])
-        read_only = frozenset(range(len(call.ins))).difference(dict(call.aliases))
+        readonly_inputs = frozenset(range(len(call.ins))).difference(dict(call.aliases))
         for helper in _kernel_and_helpers(function):
             # numba-cuda 0.30 passes no read-only arrays to a helper with explicit signatures.
             if getattr(helper, "targetoptions", {}).get("device") and not helper._can_compile:
-                read_only = frozenset()
+                readonly_inputs = frozenset()
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
         run = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler() -> _CompiledHandler | None:
             if not package.runs_here:
                 return None
-            return _compile_handler(signature, package.callback_emitter(signature, run, read_only))
+            return _compile_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
 
         return self._target(package, signature, compile_handler, freezes_globals=False)
 
@@ -5372,6 +5374,11 @@ class _CudaPackage:
         return bool(_local_devices(self.platform))
 
 
+# {kernel: its fingerprint when a wrapper first compiled it}.  The dispatcher may return this code to later wrappers.
+# Batch launches are compiled later.  If captured values have changed by then, each slice has a launch.
+_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
+
+
 class _NumbaCuda(_CudaPackage):
     """The package numba-cuda, or the CUDA target that is a part of Numba."""
 
@@ -5389,8 +5396,6 @@ class _NumbaCuda(_CudaPackage):
         `unproven` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the types
         that Numba infers do not exclude such a store either, raise an error.
         """
-        # A batch launch is compiled later, and must contain the same captured values.  They are those of the kernel's
-        # first compilation, because the dispatcher returns the code that an earlier wrapper compiled.
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
         launcher, ptx = self.compile_and_load(self.adapted(kernel, argument_map), signature, unproven)
         handler = _compile_handler(signature, _CudaEmitter(self, launcher))
@@ -5404,7 +5409,7 @@ class _NumbaCuda(_CudaPackage):
         which calls the user's kernel as a device function; or a copy without the explicit signatures of the original.
         """
         is_plain = argument_map.is_identity_for(kernel)
-        if is_plain and getattr(kernel, "_can_compile", True):
+        if is_plain and kernel._can_compile:
             return kernel
         function = kernel.py_func
         options = dict(kernel.targetoptions)
@@ -5432,17 +5437,16 @@ class _NumbaCuda(_CudaPackage):
         return _CudaLauncher(signature.label, libcuda, functions, compiled, max_threads), ptx
 
     def compile(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str]) -> Any:
-        """Compile a kernel for the current device.  Raise an error if it may write to one of these inputs."""
+        """Compile a kernel for the current device.  Raise an error if it may write to one of the `unproven` inputs."""
         import numba
 
         # The CUDA target that is a part of Numba uses Numba's types.
         types_module = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
-        # If inputs are read-only, Numba rejects stores to them, except for those that `_find_store_to_readonly` finds.
         compiled, readonly_error = _compile_readonly_or_writable(
             self.module, dispatcher.compile, types_module, signature
         )
         if not unproven:
-            return compiled
+            return compiled  # also for writable inputs: Numba's IR has proven that the kernel does not write to them
         title = f"Kernel {signature.label!r}"
         if readonly_error:
             raise _writable_only_error(title, unproven, readonly_error) from readonly_error
@@ -5450,6 +5454,7 @@ class _NumbaCuda(_CudaPackage):
         if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
             uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
             typed = uncached.compile(_array_types(types_module, signature))
+        # Numba has rejected all other stores to read-only inputs.
         if statement := _find_store_to_readonly(typed.type_annotation):
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
             raise _read_only_input_error(f"{title} may write", unproven, reason)
@@ -5457,10 +5462,10 @@ class _NumbaCuda(_CudaPackage):
 
     def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
-        # A handler passes `n_params` integers of 64 bits, so the kernel must declare as many, and nothing else.
-        n_params = sum(len(self.params(_KernelArray(0, [1] * rank, 1))) for rank in signature.ranks)
+        # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else.
+        n_words = sum(len(self.param_words(_KernelArray(0, [1] * rank, itemsize=1))) for rank in signature.ranks)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
-        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_params}}}\s*\)"
+        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
         has_known_params = re.search(entry_with_params, ptx)
         obstacles = {
             "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
@@ -5484,8 +5489,8 @@ class _NumbaCuda(_CudaPackage):
         cubin = compiled._codelibrary.get_cubin()
         return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
 
-    def params(self, array: _KernelArray) -> list:
-        """Return the integers that a kernel takes for an array."""
+    def param_words(self, array: _KernelArray) -> list:
+        """Return the int64 parameters that a kernel takes for an array."""
         return _numba_array_members(array)
 
     # -- running --
@@ -5503,11 +5508,11 @@ class _NumbaCuda(_CudaPackage):
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
         """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
 
-        `read_only` has the indices of the buffers that `run` gets as read-only arrays.  `launch_address` is the address
-        of the launch attribute.
+        `readonly_inputs` has the indices of the inputs that `run` gets as read-only arrays.  `launch_address` is the
+        address of the launch attribute.
         """
 
         def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
@@ -5522,7 +5527,7 @@ class _NumbaCuda(_CudaPackage):
                         "stream": stream,  # the default stream for copies and fills of the array
                     }
                     array = self.cuda.from_cuda_array_interface(interface, sync=False)
-                    arrays.append(_as_read_only(array) if k in read_only else array)
+                    arrays.append(_as_read_only(array) if k in readonly_inputs else array)
                 run(arrays, self.cuda.external_stream(stream), launch_address)
 
         return _CallbackEmitter(signature, body, _LibCuda())
@@ -5559,10 +5564,7 @@ def _read_only_class(device_array_class: Any) -> type:
 
 
 class _NumbaCudaMlir(_NumbaCuda):
-    """The package numba-cuda-mlir (0.6.0).  It has no simulator.
-
-    It compiles only for the current GPU, so cuModuleLoadData fails if JAX has GPUs of different architectures.
-    """
+    """The package numba-cuda-mlir (0.6.0).  It has no simulator, and compiles only for the current GPU."""
 
     module = "numba_cuda_mlir.cuda"
     adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
@@ -5573,8 +5575,8 @@ class _NumbaCudaMlir(_NumbaCuda):
     def cubin(self, compiled: Any) -> Any:
         return compiled.metadata["cubin"]
 
-    def params(self, array: _KernelArray) -> list:
-        """Return the integers that a kernel takes: data, data again, offset, shape, strides in elements."""
+    def param_words(self, array: _KernelArray) -> list:
+        """Return an MLIR memref descriptor: allocated and aligned pointer, offset, shape, strides in elements."""
         return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
 
 
@@ -5590,8 +5592,8 @@ class _CudaSimulator(_CudaPackage):
         """Compile a handler.  NumPy rejects stores to inputs when the kernel runs."""
         adapter = argument_map.make_adapter(kernel.py_func)
 
-        # Launch a function that has the kernel's globals, because the simulator replaces `cuda` in the globals of the
-        # launched function.  It is a copy of `call_adapter`, which uses no globals.
+        # The simulator replaces `cuda` in the globals of the launched function.  The adapter has globals of its own, so
+        # launch a function that calls the adapter and has the kernel's globals: a copy of `call_adapter`.
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
@@ -5605,7 +5607,7 @@ class _CudaSimulator(_CudaPackage):
 
         return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
-    def callback_emitter(self, signature: _Signature, run: Callable, read_only: Container) -> _CallbackEmitter:
+    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         def body(buffers: list, launch_address: int, *_: int) -> None:
@@ -5620,7 +5622,7 @@ class _CudaSimulator(_CudaPackage):
                 # An aliased input shares memory with its output.  `[...]` makes another view, which may be read-only.
                 copies[i] = copies[signature.n_in + j][...]
             for k, array in enumerate(copies):
-                array.flags.writeable = k not in read_only
+                array.flags.writeable = k not in readonly_inputs
             with _CUDASIM_LOCK:
                 run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch_address)
             for k in range(signature.n_in, len(views)):
@@ -5654,20 +5656,18 @@ def _cuda_package(value: Any) -> _NumbaCuda | _CudaSimulator | None:
 def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
     """Return the package whose arrays and stream a callable gets.
 
-    This is the package of a kernel, or of a module `cuda`, that the callable captures.  If it captures none or both,
-    this is the package that is imported.  If none or both are imported, this is numba-cuda-mlir if it is installed.
+    If the callable captures a kernel or module `cuda` of only one package, it is this one.  Otherwise, if only one is
+    imported, it is this one.  Otherwise, it is numba-cuda-mlir if that is installed.
     """
     numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
-    packages = numba_cuda, _NUMBA_CUDA_MLIR
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
-        functions = _kernel_and_helpers(func)
-        captured = [_cuda_package(value) for function in functions for _, value in _captured_values(function)]
-    captured_packages = [package for package in packages if package in captured]
-    if len(captured_packages) == 1:
-        return captured_packages[0]
-    imported_packages = [package for package in packages if package.module in sys.modules]
-    if len(imported_packages) == 1:
-        return imported_packages[0]
+        values = [value for function in _kernel_and_helpers(func) for _, value in _captured_values(function)]
+    captured = {package for package in map(_cuda_package, values) if package}
+    imported = {package for package in (numba_cuda, _NUMBA_CUDA_MLIR) if package.module in sys.modules}
+    for packages in captured, imported:
+        if len(packages) == 1:
+            [package] = packages
+            return package
     has_mlir = importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim()
     return _NUMBA_CUDA_MLIR if has_mlir else numba_cuda
 
@@ -5705,7 +5705,8 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
                 callee_type = annotation.typemap[statement.func.name]
                 if _may_store_to_readonly(callee_type, signature):
                     return _statement_text(statement)
-                helper = getattr(getattr(callee_type, "dispatcher", None), "overloads", {}).get(signature.args)
+                dispatcher = getattr(callee_type, "dispatcher", None)  # of a helper; other functions have none
+                helper = dispatcher.overloads.get(signature.args) if dispatcher else None
                 if helper and helper.type_annotation not in annotations:
                     annotations.append(helper.type_annotation)
     return None
@@ -5730,7 +5731,7 @@ def _statement_text(statement: Any) -> str:
 
 # -- 9.3 From a kernel to a handler -------------------------------------------------------------------
 # CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel, except for the layout of parameters (`params`).
+# compiled a kernel, except for the layout of parameters (`param_words`).
 #
 # As in section 6, functions with a parameter `ir` (the builder) run once, to generate code of a handler.  Their
 # docstrings describe the generated code: "Load x" means that the handler loads x in each call.
@@ -5797,7 +5798,7 @@ class _LibCuda:
 
     @contextlib.contextmanager
     def keeping_context(self) -> Iterator:
-        """Restore the current context at the end."""
+        """Restore the current context at the end, because Warp may make another one current."""
         context = self.get(_PTR, "cuCtxGetCurrent")
         try:
             yield
@@ -5848,7 +5849,7 @@ def _read_launch_config(address: int) -> _LaunchConfig:
 
 
 class _CudaLauncher:
-    """A kernel that is loaded on each GPU, and generated code that launches it on XLA's stream."""
+    """A kernel that is loaded on each GPU, and generated code that launches it.  The handler keeps it alive."""
 
     def __init__(
         self, label: str, libcuda: _LibCuda, functions: Mapping, compiled: Any, max_threads: int = _CUDA_MAX_THREADS
@@ -5879,9 +5880,9 @@ class _CudaLauncher:
         function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
         config = _load_launch_config(ir, frame)
 
-        def write_launch(params: list, z: Any = config.grid_z) -> None:
+        def write_launch(param_addresses: list, z: Any = config.grid_z) -> None:
             extra = 0  # the last parameter of cuLaunchKernel
-            args = function, *config._replace(grid_z=z), stream, ir.array(params), extra
+            args = function, *config._replace(grid_z=z), stream, ir.array(param_addresses), extra
             code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
             with ir.if_(code & 0xFFFF_FFFF):  # the result is a C int
                 ir.fail(frame, ir.call(self.report, code, function, z, ir.launch_attribute(frame)))
@@ -5906,17 +5907,18 @@ class _CudaEmitter(_Emitter):
 
     def _store_params(self, ir: _HandlerBuilder, arrays: Sequence[_KernelArray]) -> list:
         """Store the kernel's parameters on the stack, and return their addresses."""
-        params = [word for array in arrays for word in self.package.params(array)]
-        first = ir.array(params)
-        return [first + 8 * i for i in range(len(params))]
+        words = [word for array in arrays for word in self.package.param_words(array)]
+        first = ir.array(words)
+        return [first + 8 * i for i in range(len(words))]
 
 
 # -- 9.4 A batch in one launch ------------------------------------------------------------------------
-# On a GPU, a batch is one launch, whose blocks along z are the slices.  This launch needs a second compilation of the
-# kernel, whose arrays have the slice as their first dimension.  It is compiled when a batch is lowered for the first
-# time.  Then `_CudaBatchLaunch` replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so
-# existing and exported programs use the new code, too.  A CUDA graph that XLA captured before still has one launch per
-# slice.  It stays valid, because all machine code lives forever.
+# On a GPU, a batch is one launch, whose blocks along z are the slices.  When a batch is lowered for the first time, the
+# kernel is compiled again, for arrays whose first dimension is the slice.  The adapter (`_ArgumentMap`) passes
+# `b0[cuda.blockIdx.z]` to the user's kernel, or `b0[0]` for an array that all slices share.  Then `_CudaBatchLaunch`
+# replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so existing and exported programs use
+# the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It stays valid, because all
+# machine code lives forever.
 #
 #     at first                  the loop of `_CudaEmitter`: one launch per slice
 #     after `ensure_compiled`   the loop of `_CudaBatchEmitter`: one launch for up to 65,535 slices.  It calls the
@@ -5928,15 +5930,13 @@ _SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
 _PTX_MAY_DEPEND_ON_Z = re.compile(
     r"""
     %n?ctaid(?!\.[xy])[.\w]*  # z of the block or of the grid, also as a part of a vector
-    | %gridid
-    | %\w*cluster\w* | \.\w+cluster\b
+    | %gridid  # the number of the launch
+    | %\w*cluster\w* | \.\w+cluster\b  # clusters of blocks, which may lie along z
     | \.extern\s+\.func\s*(?:\([^)]*\)\s*)?  # an external function, which may read z
       (?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+
     """,
     re.VERBOSE,
 )
-# {kernel: its fingerprint when a wrapper compiled it for the first time}
-_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
@@ -5979,7 +5979,7 @@ class _CudaBatchLaunch:
     signature: _Signature
     in_order: bool
     first_fingerprint: _Fingerprint  # see `_FIRST_FINGERPRINTS`
-    ptx: str
+    ptx: str  # may show why slices need a launch each
     handler: _CompiledHandler  # the registered handler
     was_tried: bool = False  # whether the compilation for batches was tried
     launcher: _CudaLauncher | None = None  # of the kernel for batches; None if it was not tried, or failed
@@ -6002,7 +6002,8 @@ class _CudaBatchLaunch:
                 self.was_tried = True
                 launcher = self._compile_for_batches()
                 emitter = _CudaBatchEmitter(self.package, launcher, self.handler.data.inner_loop)
-                batch_handler = _compile_handler(self.signature, emitter)  # only its inner loop is used
+                # Only its inner loop is used.  The signature stays that of a slice; the kernel has one more dimension.
+                batch_handler = _compile_handler(self.signature, emitter)
                 self.handler.keep_alive.append(batch_handler)
                 # Concurrent calls load this aligned word.  Both the old and the new value are valid.
                 self.handler.data.inner_loop = batch_handler.data.inner_loop
@@ -6861,7 +6862,6 @@ class _WarpTarget(_Target):
 
     def _register(self, platform: str, devices: Sequence[str]) -> _Target:
         """Record the launch on these devices, and register a handler, without a fallback."""
-        # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:
             emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
