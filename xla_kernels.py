@@ -3958,7 +3958,7 @@ class _NumbaCompiler:
         if self.checks_outputs:
             buffer_of = dict(argument_map.named_args(self.parameters))
             stored = argument_map.maybe_written(self.only_read)
-            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, ":", return_fix)
+            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, index=":", return_fix=return_fix)
 
 
 def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -4043,6 +4043,14 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
+_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
+
+
+def _numba_array_members(array: _KernelArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
+
+
 # -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
 # Inputs never change.  Each input of a kernel is safe for one of these reasons:
 #
@@ -4065,14 +4073,6 @@ def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature
     """
     inputs = argument_map.maybe_written(only_read).intersection(range(signature.n_in))
     return inputs - argument_map.scalars - {i for i, _ in signature.aliases}
-
-
-_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
-
-
-def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
 def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
@@ -4454,33 +4454,30 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 #     kind         possible arrays                                if one of them is an input
 #     exact        one                                            an error
+#     unknown      arguments of C++ code and some builtins (8.1)  an error
 #     ambiguous    several                                        the kernel gets a copy of the input
-#     unknown      the arguments of C++ code, or of a builtin     an error
-#                  that 8.1 does not list
 #
 # Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  For an unknown store, a
-# copy would silently lose what C++ code stores.  (A `numba_kernel` gets one, because Numba rejects most stores before.)
+# copy would silently lose what C++ code stores.  Stores through an array of structs that a helper fills are not found.
 
 _STORE_KINDS = ("exact", "unknown", "ambiguous")  # if an array has several, the first of these counts
-_UNKNOWN_NDIM = math.inf  # larger than any number of indices, and still unknown after a subtraction
+_UNKNOWN_NDIM = math.inf  # stays unknown after a subtraction.  If ndim is unknown, an element counts as a view, too.
 _RETURNED = "return"  # the returned value, among variables; none has this name, because it is a keyword
 
 
 class _ArrayView(NamedTuple):
-    """A view of the array of a parameter.
-
-    If its ndim is unknown, the value may instead be a tuple or struct that holds the array, or an element of it.
-    """
+    """A view of the array of a parameter, or of an array in it if it is a struct."""
 
     parameter: str
-    ndim: float = _UNKNOWN_NDIM
+    ndim: float
+    in_struct: bool  # whether the value may be a struct that holds the array
 
 
 class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
     parameters: frozenset[str]  # the array of one of these
-    source: Any  # the syntax tree of the statement or call, which may be in a called function
+    source: Any  # the syntax tree of the statement or call, maybe in a called function; None: each call of the function
     is_known: bool  # False if it is a call whose effect is unknown
 
     @property
@@ -4491,7 +4488,7 @@ class _Store(NamedTuple):
 
 
 def _forget_ndim(views: Iterable[_ArrayView]) -> set[_ArrayView]:
-    return {_ArrayView(view.parameter) for view in views}
+    return {view._replace(ndim=_UNKNOWN_NDIM) for view in views}
 
 
 def _union(sets: Iterable[set]) -> set:
@@ -4499,33 +4496,31 @@ def _union(sets: Iterable[set]) -> set:
 
 
 # -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
-# Warp finds its builtins by their names.  All other functions are recognized as objects.
 
-# {effect on an array argument: the builtins of Warp with this effect}.  Only builtins that take whole arrays need an
-# entry.  Elements are not views, so `wp.sin(x[i])` has no effect on `x`.
+# {effect on an array argument: the builtins with this effect}.  Builtins that only take numbers need no entry.
 _BUILTINS_BY_EFFECT = {
     "stores to its first argument": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor "
     "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed".split(),
-    "reads": "len lower_bound print sample_cdf tile_load tile_load_indexed volume_sample_index "
+    "reads": "len lower_bound print printf sample_cdf tile_load tile_load_indexed volume_sample_index "
     "volume_sample_grad_index".split(),
-    "returns a view": "array copy select view where".split(),
+    "returns an argument": "copy select where".split(),  # `copy` of an array does not copy its elements
+    "returns a view": "array view".split(),  # of any ndim
 }
+_EFFECTS = {name: effect for effect, names in _BUILTINS_BY_EFFECT.items() for name in names}
 
 
 def _effect(function: Any) -> str:
-    """Return what a function that is not the user's does to an array argument.
-
-    This is a key of `_BUILTINS_BY_EFFECT`, or "may do anything".
-    """
+    """Return a key of `_BUILTINS_BY_EFFECT`, or "unknown", for a called object other than a user's Warp function."""
     if isinstance(function, type):  # a vector or matrix type, which takes numbers
         return "reads"
     if _is_warp_struct(function):  # its constructor
-        return "returns a view"
-    if _is_warp_builtin(function):
-        for effect, names in _BUILTINS_BY_EFFECT.items():
-            if function.key in names:
-                return effect
-    return "may do anything"
+        return "returns an argument"
+    if not _is_warp_builtin(function):
+        return "unknown"
+    overloads = [function, *getattr(function, "overloads", ())]
+    warp_types = [warp_type for overload in overloads for warp_type in overload.input_types.values()]
+    takes_arrays = any(warp_type is Any or hasattr(warp_type, "ndim") for warp_type in warp_types)
+    return _EFFECTS.get(function.key, "unknown" if takes_arrays else "reads")
 
 
 def _is_warp_function(value: Any) -> bool:
@@ -4583,11 +4578,25 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 def _arguments_by_parameter(function: Any, call: ast.Call) -> dict[str, list[ast.expr]]:
     """Return {parameter of a user's function: the arguments of a call that it may get}, without defaults."""
-    parameters = [parameter.label for parameter in function.adj.args]
-    if any(isinstance(argument, ast.Starred) for argument in call.args):  # of unknown length
+    parameters = _parameter_types(function)
+    # A starred argument has an unknown length.  Its items are not arrays: Warp rejects `*` with a tuple (<= 1.19).
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
         return dict.fromkeys(parameters, _arguments(call))
     arguments = {parameter: [argument] for parameter, argument in zip(parameters, call.args)}
-    return arguments | {str(x.arg): [x.value] for x in call.keywords}
+    return arguments | {str(x.arg): [x.value] for x in call.keywords}  # no name is None, because Warp rejects `**`
+
+
+def _parameter_types(function: Any) -> dict[str, Any]:
+    return {parameter.label: parameter.type for parameter in function.adj.args}
+
+
+def _ndims(warp_type: Any) -> set[float]:
+    """Return the numbers of dimensions of the arrays in a value of this type, which may be a struct."""
+    if _is_warp_struct(warp_type):
+        return _union(_ndims(field.type) for field in warp_type.vars.values())
+    if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
+        return set()
+    return {getattr(warp_type, "ndim", _UNKNOWN_NDIM)}
 
 
 # -- 8.2 Views and stores ------------------------------------------------------------------------------
@@ -4611,7 +4620,7 @@ class _StoreAnalysis:
         for store in sorted(self.functions[kernel].stores, key=lambda store: _STORE_KINDS.index(store.kind)):
             for parameter in store.parameters:
                 self.stores.setdefault(parameter, store)
-        analyses = self.functions.values()  # they also have facts for section 10
+        analyses = self.functions.values()  # their facts for section 10:
         self.n_indices = max(x.n_indices for x in analyses)
         self.uses_tiles = any(x.uses_tiles for x in analyses)
         self.has_opaque_code = any(x.has_opaque_code for x in analyses)
@@ -4627,14 +4636,13 @@ class _StoreAnalysis:
 
 
 class _FunctionAnalysis:
-    """The summary of one Warp function: its views and stores, in terms of its parameters.
+    """The views and stores of one Warp function, in terms of its parameters.
 
-    Calls apply it to their arguments.  For example, `def tail(a): return a[1:]` returns a view of `a`, so `tail(x)` is
-    a view of `x`.
+    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
     """
 
     def __init__(self, function: Any, functions: Mapping[Any, _FunctionAnalysis]) -> None:
-        self.functions = functions  # the summaries of all functions, see `_StoreAnalysis`
+        self.functions = functions  # the analyses of all functions, see `_StoreAnalysis`
         self.captured = _captured_variables(_py_func(function))
         body = function.adj.tree.body[0].body
         self.nodes = [node for statement in body for node in ast.walk(statement)]
@@ -4643,30 +4651,27 @@ class _FunctionAnalysis:
         self.stores: list[_Store] = []
         is_cpp = bool(getattr(function, "native_snippet", None))
         has_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        for parameter in function.adj.args:
-            self._add_parameter(parameter.label, parameter.type, is_cpp)
+        for name, warp_type in _parameter_types(function).items():
+            self._add_parameter(name, warp_type, is_cpp)
         self.callees: dict[ast.Call, Any] = {}  # {call: the called function, or None}
         self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
-        self.uses_tiles = False
+        self.uses_tiles = False  # whether it calls builtins for tiles
         # Whether it is C++ code, has an adjoint of the user, or calls a function that it gets as an argument.
         self.has_opaque_code = is_cpp or bool(has_adjoint)
         self._find_callees()
 
     def _add_parameter(self, name: str, warp_type: Any, is_cpp: bool) -> None:
         """Add the views and stores that a parameter has before any statement is interpreted."""
-        if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix, such as wp.vec3
-            return
-        # With a slice `s`, `y = x[s]` is a view, although it looks like an element.
-        ndim = _UNKNOWN_NDIM if "slice" in self.captured else getattr(warp_type, "ndim", _UNKNOWN_NDIM)
-        self.views[name] = {_ArrayView(name, ndim)}
+        in_struct = not hasattr(warp_type, "ndim")  # it is a struct, or may be one
+        self.views[name] = {_ArrayView(name, ndim, in_struct) for ndim in _ndims(warp_type)}
         if is_cpp:  # the returned value may be a view of any parameter
-            self.views[_RETURNED].add(_ArrayView(name))
+            self.views[_RETURNED].add(_ArrayView(name, _UNKNOWN_NDIM, in_struct=True))
         if is_cpp or _is_reference(warp_type):  # stores to references, such as `r = 1.0`, are not looked for
             self._add_store(self.views[name], None, is_known=False)
 
     def _find_callees(self) -> None:
         """Find the called functions, and set the attributes that depend on them."""
-        n_targets = {}  # {value: the number of variables to which it is assigned, if there are several}
+        n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
         for node in self.nodes:  # statements come before their parts
             match node:
                 case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
@@ -4687,13 +4692,13 @@ class _FunctionAnalysis:
         """Add the arrays of which each variable, and the returned value, may be a view."""
         for node in self.nodes:
             match node:
-                case ast.Assign(targets=[target], value=value):
+                case ast.Assign(targets=[target], value=value):  # Warp rejects `a = b = x`
                     self._assign(target, self._views_of(value))
                 case ast.Return(value=ast.expr() as value):
                     self.views[_RETURNED] |= self._views_of(value)
 
     def _assign(self, target: ast.expr, views: set[_ArrayView]) -> None:
-        """Add views to the variables in a target.  An element of an array is not a variable."""
+        """Add views to the variables in a target."""
         match target:
             case ast.Name(id=name):
                 self.views[name] |= views
@@ -4701,7 +4706,9 @@ class _FunctionAnalysis:
                 for part in parts:
                     self._assign(part, _forget_ndim(views))
             case ast.Attribute(value=owner):  # a field of a struct
-                self._assign(owner, _forget_ndim(views))
+                self._assign(owner, {view._replace(in_struct=True) for view in views})
+            case ast.Subscript(value=owner):  # an element of an array of structs
+                self._assign(owner, _forget_ndim(view for view in views if view.in_struct))
 
     def _views_of(self, node: ast.expr) -> set[_ArrayView]:
         """Return the arrays of which the value of an expression may be a view."""
@@ -4710,43 +4717,53 @@ class _FunctionAnalysis:
                 return self.views[name]
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                n_removed = sum(map(_removes_dimension, indices))
+                n_removed = sum(map(self._removes_dimension, indices))
                 views = self._views_of(owner)
                 # If no dimension is left, the value is an element: a number, vector or matrix.
                 return {view._replace(ndim=view.ndim - n_removed) for view in views if view.ndim > n_removed}
-            case ast.Attribute(value=owner, attr=name):
-                return set() if name in _ARRAY_METADATA else _forget_ndim(self._views_of(owner))
+            case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
+                return {x for x in self._views_of(owner) if x.in_struct or name not in _ARRAY_METADATA}
             case ast.Tuple(elts=parts):
-                return self._views_of_any(parts)
+                return _forget_ndim(self._views_of_any(parts))
             case ast.IfExp(body=first, orelse=second):
                 return self._views_of_any([first, second])
             case ast.Call():
                 return self._views_of_result(node)
-        return set()  # other expressions are numbers, vectors or matrices
+        return set()  # other expressions have no arrays
+
+    def _removes_dimension(self, index: ast.expr) -> bool:
+        """Return whether an index surely selects one element of a dimension, unlike a slice, None and `...`."""
+        if isinstance(index, ast.Constant):
+            return index.value not in (None, ...)
+        # If the function uses the builtin `slice`, any variable may be a slice.
+        return not isinstance(index, ast.Slice) and "slice" not in self.captured
 
     def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_ArrayView]:
         """Return the arrays of which one of several values may be a view."""
-        return _forget_ndim(_union(map(self._views_of, nodes)))
+        return _union(map(self._views_of, nodes))
 
     def _views_of_result(self, call: ast.Call) -> set[_ArrayView]:
         """Return the arrays of which the result of a call may be a view."""
         overloads = _user_overloads(self.callees[call])
         if not overloads:
-            has_views = _effect(self.callees[call]) in ("returns a view", "may do anything")
-            return self._views_of_any(_arguments(call)) if has_views else set()
+            effect = _effect(self.callees[call])
+            if effect in ("reads", "stores to its first argument"):
+                return set()
+            views = {x._replace(in_struct=True) for x in self._views_of_any(_arguments(call))}
+            return views if effect == "returns an argument" else _forget_ndim(views)
         views = set()
         for overload in overloads:
             for returned in self.functions[overload].views[_RETURNED]:
                 for view in self._views_of_argument(overload, returned.parameter, call):
-                    views.add(view._replace(ndim=returned.ndim))
+                    views.add(_ArrayView(view.parameter, returned.ndim, returned.in_struct or view.in_struct))
         return views
 
     def _views_of_argument(self, function: Any, parameter: str, call: ast.Call) -> set[_ArrayView]:
         """Return the arrays to which a called function has access through a parameter."""
         arguments = _arguments_by_parameter(function, call).get(parameter, ())
         # An element, such as `x[i]`, is not a view.  But its reference gives access to the array.
-        is_reference = _is_reference(function.input_types.get(parameter))
-        return _union(map(self._arrays_of_element if is_reference else self._views_of, arguments))
+        is_reference = _is_reference(_parameter_types(function)[parameter])
+        return _union(map(self._arrays_of_element, arguments)) if is_reference else self._views_of_any(arguments)
 
     # -- stores --
 
@@ -4760,7 +4777,7 @@ class _FunctionAnalysis:
                     self._find_stores_of_call(node)
 
     def _add_store(self, views: Iterable[_ArrayView], source: ast.AST | None, is_known: bool = True) -> None:
-        """Add a store to one of the arrays of these views.  If `source` is None, it is each call of this function."""
+        """Add a store to one of the arrays of these views."""
         store = _Store(frozenset(view.parameter for view in views), source, is_known)
         if store.parameters and store not in self.stores:
             self.stores.append(store)
@@ -4782,7 +4799,7 @@ class _FunctionAnalysis:
         """Add the stores of the called function to the arguments of a call."""
         overloads = _user_overloads(self.callees[call])
         for overload in overloads:
-            # A copy of the list, because an overload that calls another one is also analyzed as if it calls itself.
+            # This loop adds stores to the same list if the overload is this function.
             for store in list(self.functions[overload].stores):
                 views = _union(self._views_of_argument(overload, name, call) for name in store.parameters)
                 self._add_store(views, store.source or call, store.is_known)
@@ -4790,15 +4807,8 @@ class _FunctionAnalysis:
         if effect == "stores to its first argument":
             # With keywords only, any of them may be the first parameter.
             self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
-        elif effect == "may do anything":
+        elif effect == "unknown":
             self._add_store(self._views_of_any(_arguments(call)), call, is_known=False)
-
-
-def _removes_dimension(index: ast.expr) -> bool:
-    """Return whether an index selects one element of a dimension, unlike a slice, None and `...`."""
-    if isinstance(index, ast.Constant):
-        return index.value not in (None, ...)
-    return not isinstance(index, ast.Slice)
 
 
 # -- 8.3 Checks ----------------------------------------------------------------------------------------
@@ -4822,13 +4832,13 @@ def _check_stores(
         if store.is_known:
             raise _read_only_input_error(f"{wrapper.title} writes", [name], f" ({source})")
         fix_if_read = (
-            f" If {source} only reads {name!r}, list it, too, with its spec in front of `outs`, and drop the first "
+            f" If {source} only reads {name!r}, list it there, too, put its spec first in outs, and drop the first "
             f"result: `_, *results = {wrapper.__name__}(...)`."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], f" ({source})", fix_if_read)
     if wrapper.options.zero_outputs is None:  # True and False allow an output that is never stored to
         stored = {buffer for name, buffer in buffer_of.items() if name in stores}
-        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, "i")
+        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, index="i")
 
 
 # ======================================================================================================
@@ -6676,12 +6686,6 @@ def _spec_code(shape: Sequence[Any], dtype: Any) -> str:
     return f"jax.ShapeDtypeStruct({tuple(shape)}, jnp.{dtype})"
 
 
-def _contains_arrays(warp_type: Any) -> bool:
-    """Return whether a type is an array, or a struct with an array in a field, directly or indirectly."""
-    fields = warp_type.vars.values() if _is_warp_struct(warp_type) else ()
-    return hasattr(warp_type, "ndim") or any(_contains_arrays(field.type) for field in fields)
-
-
 def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     """Return the `_WarpParam` for one of `kernel.adj.args`, or raise an error if its type is not supported."""
     title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
@@ -6693,7 +6697,7 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
     # arrays, whose pointers the handler would not replace.
-    is_struct_value = hasattr(element, "vars") and not _contains_arrays(warp_type)
+    is_struct_value = hasattr(element, "vars") and not _ndims(warp_type)
     if dtype is None and not is_struct_value:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
@@ -6897,7 +6901,7 @@ class _WarpTarget(_Target):
         if gradients:
             self._check_has_adjoint()
             # Warp expects a gradient for each parameter.  That of a value is zero and not used.
-            adjoint_inputs = [gradients.get(name) if _contains_arrays(t) else t() for name, t in warp_types.items()]
+            adjoint_inputs = [gradients.get(name) if _ndims(t) else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
             command = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
