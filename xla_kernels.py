@@ -4051,6 +4051,12 @@ def _numba_array_members(array: _KernelArray) -> list[Any]:
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
+def _llvm_module(overload: Any) -> Any:
+    """Return the LLVM module of an overload, with all that the function calls."""
+    library = overload.library
+    return library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
+
+
 # -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
 # Inputs never change.  Each input of a kernel is safe for one of these reasons:
 #
@@ -4085,12 +4091,6 @@ def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
             unwritten.add(buffer)
         first_member += _DATA_MEMBER + 1 + 2 * rank  # an array's last members are data, shape and strides
     return unwritten
-
-
-def _llvm_module(overload: Any) -> Any:
-    """Return the LLVM module of an overload, with all that the function calls."""
-    library = overload.library
-    return library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
 
 
 def _llvm_attributes(overload: Any) -> list[str]:
@@ -4563,8 +4563,7 @@ def _user_overloads(function: Any) -> list:
     """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
     if not _is_warp_function(function) or function.is_builtin():
         return []
-    overloads = [function, *function.user_overloads.values(), *function.user_templates.values()]
-    return list(dict.fromkeys(overloads))
+    return [function, *function.user_overloads.values(), *function.user_templates.values()]
 
 
 def _is_reference(warp_type: Any) -> bool:
