@@ -4087,13 +4087,13 @@ def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
     unwritten = set()
     first_member = 2  # after the pointers to the returned value and to the exception
     for buffer, rank in enumerate(signature.ranks):
-        if re.search(r"\b(readonly|readnone)\b", attributes[first_member + _DATA_MEMBER]):
+        if {b"readonly", b"readnone"} & attributes[first_member + _DATA_MEMBER]:
             unwritten.add(buffer)
         first_member += _DATA_MEMBER + 1 + 2 * rank  # an array's last members are data, shape and strides
     return unwritten
 
 
-def _llvm_attributes(overload: Any) -> list[str]:
+def _llvm_attributes(overload: Any) -> list[set[bytes]]:
     """Return the attributes of each parameter of an overload's LLVM function, as its optimized code has them."""
     module = _llvm_module(overload)
     name = overload.fndesc.llvm_func_name
@@ -4105,7 +4105,7 @@ def _llvm_attributes(overload: Any) -> list[str]:
         manager, builder = overload.library._codegen._module_pass_manager(opt=3)
         manager.run(module, builder)
         function = module.get_function(name)
-    return [b" ".join(argument.attributes).decode() for argument in function.arguments]
+    return [set(argument.attributes) for argument in function.arguments]
 
 
 _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
@@ -4144,7 +4144,7 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     for block in blocks:
         for statement in block.body:
             uses.add(statement)
-    pending = list(uses.stored)
+    pending = uses.stored
     written = set()
     while pending:  # a store to a view is also a store to the variables that it views; `pop` ends cycles
         variable = pending.pop()
@@ -4832,7 +4832,7 @@ def _check_stores(
             raise _read_only_input_error(f"{wrapper.title} writes", [name], f" ({source})")
         fix_if_read = (
             f" If {source} only reads {name!r}, list it there, too, put its spec first in outs, and drop the first "
-            f"result: `_, *results = {wrapper.__name__}(...)`."
+            f"result: `_, *results = f(...)`."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], f" ({source})", fix_if_read)
     if wrapper.options.zero_outputs is None:  # True and False allow an output that is never stored to
