@@ -1,4 +1,4 @@
-"""pytest's configuration: devices, conditions for skips, the report header, outcomes, and the grid of the matrix."""
+"""pytest's configuration: devices, conditions for skips, the report header, outcomes, and fakes of a GPU."""
 
 import collections
 import contextlib
@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,8 @@ import platform
 import re
 import shutil
 import sys
+import threading
+import types
 import typing
 
 # shard_map and pmap need several devices.  JAX reads the flag when it creates its backend.
@@ -25,8 +28,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import numpy
 import pytest
+from jax import export
 
-pytest_plugins = ("pytester",)  # the tests of this file use it
+import xla_kernels as xk
 
 
 def finds_gpu():
@@ -35,7 +39,8 @@ def finds_gpu():
     count = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+        if driver.cuInit(0) == 0:
+            driver.cuDeviceGetCount(ctypes.byref(count))
     return count.value > 0 and any("cuda" in plugin.name for plugin in plugins)
 
 
@@ -79,13 +84,17 @@ def runs_cuda():
     return SIMULATOR or (gpu() and (installed("numba_cuda_mlir") or installed("numba_cuda")))
 
 
-def imports_cuda():
-    """Return whether a package provides `cuda.jit`, which decorates kernels, also without a GPU."""
-    for package in ("numba.cuda", "numba_cuda_mlir"):
+@functools.cache
+def cuda_module():
+    """Return the `cuda` module with which tests decorate kernels, also without a GPU, or None."""
+    module = None
+    with contextlib.suppress(ImportError):  # numba-cuda is too old for NumPy
+        module = importlib.import_module("numba.cuda")
+    has_numba_cuda = getattr(module, "implementation", "Built-in") != "Built-in"
+    if not SIMULATOR and (PREFERS_SUCCESSOR or not has_numba_cuda):
         with contextlib.suppress(ImportError):
-            importlib.import_module(package)
-            return True
-    return False
+            return importlib.import_module("numba_cuda_mlir.cuda")
+    return module
 
 
 def warp():
@@ -114,7 +123,7 @@ class Condition(typing.NamedTuple):
 
 NO_GPU = "JAX has no GPU here"
 CONDITIONS = {  # the arguments of the mark `needs`
-    "numba": Condition(tested=True),
+    "numba": Condition(tested=True),  # met where the tests run, because they import Numba and JAX
     "cuda": Condition(runs_cuda, f"{NO_GPU}, or nothing compiles for it", tested=True, on_gpu=True),
     "warp": Condition(runs_warp_on_cpu, "Warp has no compiler for CPUs here", "warp", tested=True),
     "warp_gpu": Condition(gpu, NO_GPU, "warp", tested=True, on_gpu=True),
@@ -128,7 +137,7 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "warp 1.19": Condition(lambda: hasattr(warp(), "ref"), "older Warp", "warp"),
     "numba-cuda": Condition(installed("numba_cuda"), "numba-cuda is not installed"),
     "numba-cuda-mlir": Condition(installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
-    "cuda.jit": Condition(imports_cuda, "no package provides numba.cuda"),
+    "cuda.jit": Condition(cuda_module, "no package provides numba.cuda"),
     "cuda package": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no Numba CUDA", tested=True),
     "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
     "jax 0.11.2": Condition(jax.__version_info__ >= (0, 11, 2), "older XLA drops the barrier before it removes copies"),
@@ -164,7 +173,10 @@ def missing(requirement):
 
 
 def requirements_of(item):
-    """Return the names of the conditions of a test, from its marks `needs(...)`."""
+    """Return the names of the conditions of a test, from its marks `needs(...)`.
+
+    A test that computes on a GPU and needs four devices needs four GPUs.
+    """
     needed = [requirement for mark in item.iter_markers("needs") for requirement in mark.args]
     if platform_of(needed) == "gpu":
         needed = ["four gpus" if requirement == "four devices" else requirement for requirement in needed]
@@ -237,13 +249,25 @@ def no_exception_is_taken_for_a_fallback(caplog):
     check_fallbacks(record.getMessage() for record in caplog.get_records("call"))
 
 
+@pytest.fixture
+def fallback_reasons(caplog):
+    """Return a function that returns the logged reasons for per-slice launches, and clears the log."""
+
+    def take():
+        texts = {text.partition(PER_SLICE_FALLBACK)[2] for text in caplog.messages}
+        caplog.clear()
+        return texts - {""}
+
+    return take
+
+
 def pytest_addoption(parser):
     names = {"default": [], "type": lambda names: names.split(",")}
     parser.addoption("--require", metavar="NAMES", help="fail instead of skipping if one of these is missing", **names)
     parser.addoption("--needing", metavar="NAMES", help="select the tests that need one of these conditions", **names)
     parser.addoption("--warnings-are-errors", action="store_true", help="except those that pyproject.toml ignores")
     parser.addoption("--outcomes-out", metavar="PATH", help="write the outcome of each test as JSON")
-    parser.addoption("--grid-out", metavar="PATH", help="append the grid of the matrix, as Markdown")
+    parser.addoption("--grid-out", metavar="PATH", help="append the table of the matrix, as Markdown")
 
 
 def pytest_configure(config):
@@ -288,10 +312,6 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if not needing & {*requirements_of(item)}])
         items[:] = [item for item in items if needing & {*requirements_of(item)}]
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
-    matrix = next((item.module for item in items if item.originalname == "test_matrix"), None)
-    if matrix:
-        combinations = [(cell, matrix.reason_left_out(*cell)) for cell in matrix.possible_cells()]
-        getattr(config, "workeroutput", {})["combinations"] = config.stash[COMBINATIONS] = combinations
 
 
 def pytest_collection_finish(session):
@@ -299,84 +319,324 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-# -- the outcomes of all tests (--outcomes-out), and the grid of the matrix ---------------------------------
-
-COMBINATIONS = pytest.StashKey[list]()  # all combinations of the matrix, each with why it has no cell, or None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    """Take the combinations from a worker of xdist, because the process that prints the report collects no tests."""
-    if combinations := getattr(node, "workeroutput", {}).get("combinations"):
-        node.config.stash[COMBINATIONS] = combinations
+# -- the outcomes of all tests (--outcomes-out), and the table of the matrix ---------------------------------
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    outcomes, simulated = {}, []
+    if hasattr(config, "workerinput"):  # a worker of xdist, which ran some of the tests
+        return
+    outcomes = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             reason = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else ""
             outcomes[report.nodeid.partition("::")[2]] = reason or outcome
-            simulated += dict(getattr(report, "user_properties", [])).get("simulated", [])
     if path := config.getoption("--outcomes-out"):
         pathlib.Path(path).write_text(json.dumps(outcomes), encoding="utf-8")
-    if simulated or any(name.startswith("test_matrix[") for name in outcomes):
-        text = grid_text(config.stash.get(COMBINATIONS, []), outcomes, {"-".join(cell) for cell in simulated})
-        title = "matrix: how many cells passed"
-        terminalreporter.section(title)
-        terminalreporter.write(text)
+    if table := table_of_matrix(outcomes):
+        terminalreporter.section("matrix: passed / all cells of the run")
+        terminalreporter.write(table)
         if path := config.getoption("--grid-out"):
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"### {title}\n\nPython {platform.python_version()}, {versions()}\n\n```\n{text}```\n\n")
+                file.write(f"Python {platform.python_version()}, {versions()}\n\n{table}\n")
 
 
-LEGEND = """\
-8: all 8 cells passed
-5/8: 5 of 8 cells passed; the others failed, were skipped or were not selected
-5s/8: 5 of 8 cells passed, in Numba's simulator of CUDA
-.: no cells
-"""
-
-
-def grid_text(combinations, outcomes, simulated):
-    """Return three tables by backend, their legend, the failures, and why cells were skipped or do not exist."""
-    cells, failed = {}, []
-    skipped, no_cell = collections.Counter(), collections.Counter()
-    for cell, reason in combinations:
-        if reason:
-            no_cell[reason] += 1
-            continue
-        name = "-".join(cell)
-        outcome = outcomes.get(f"test_matrix[{name}]", "not selected")
-        if outcome in ("failed", "error"):
-            failed.append(name)
-        elif outcome != "passed" and name in simulated:
-            outcome = "simulated"
-        elif outcome != "passed":
-            skipped[outcome] += 1
-        cells[tuple(cell)] = outcome
-    tables = [table_text(title, axis, cells) for title, axis in (("operation", 0), ("transformation", 2), ("dtype", 3))]
-    lines = [f"FAILED {name}" for name in failed]
-    lines += [f"{count} cells skipped: {reason}" for reason, count in skipped.items()]
-    lines += [f"{count} combinations without a cell: {reason}" for reason, count in sorted(no_cell.items())]
-    return "\n".join([*tables, LEGEND, *lines, ""])
-
-
-def table_text(title, axis, cells):
-    """Return a table of the cells that passed, with a row per name on this axis and a column per backend."""
+def table_of_matrix(outcomes):
+    """Return a Markdown table of the cells, with a row per operation and a column per backend, or "" without cells."""
     counts = collections.defaultdict(collections.Counter)
-    for cell, outcome in cells.items():
-        counts[cell[axis], cell[1]][outcome] += 1
-    rows, columns = [list(dict.fromkeys(names)) for names in zip(*counts)]
-    lines = [[title, *columns], *[[row, *[count_text(counts[row, column]) for column in columns]] for row in rows]]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
+    for name, outcome in outcomes.items():
+        if cell := re.fullmatch(r"test_matrix\[(\w+)-(\w+)-.*\]", name):
+            counts[cell.groups()][outcome == "passed"] += 1
+    rows, columns = [sorted(set(names)) for names in zip(*counts)] or ([], [])
+    lines = [["operation", *columns], ["---"] * (1 + len(columns))]
+    for row in rows:
+        found = [counts[row, column] for column in columns]
+        lines.append([row, *[f"{count[True]} / {count.total()}" for count in found]])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if rows else ""
 
 
-def count_text(count):
-    """Return a count of cells as text, as LEGEND explains it."""
-    passed, simulated, total = count["passed"], count["simulated"], count.total()
-    if not total:
-        return "."
-    text = "+".join([str(passed)] * bool(passed or not simulated) + [f"{simulated}s"] * bool(simulated))
-    return text if passed + simulated == total else f"{text}/{total}"
+# -- fakes of a GPU -------------------------------------------------------------------------------------
+# Where there is no GPU, three classes let handlers for CUDA run.  Programs are lowered for CUDA, and run on the CPU.
+#
+#     FakeXlaGpu      the base class: JAX lists two GPUs, and XLA gives handlers a stream and a device
+#     FakeCudaDriver  also a fake `libcuda.so.1` (.ci/fake_cuda_driver.c), for the packages of Numba CUDA.  The packages
+#                     compile kernels and load them.  Launches are logged, and no kernel runs.  Its tests are named
+#                     test_fakecuda_, and run in the process that test_cuda_fake_driver starts.
+#     FakeWarp        also a fake `wp.launch`.  Kernels run on the CPU, in any process.
+#
+# On a real GPU, a test with `LaunchCounter` runs there instead.
+
+
+def targets_in(text):
+    """Return the names of the custom-call targets in a lowered program."""
+    return re.findall(r"custom_call @\"?([\w.]+)", text)
+
+
+def lower_for_cuda(function, *args):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def program_for_cuda(function, *args):
+    """Return a callable program that is lowered for CUDA.  Only exported programs run on another platform."""
+    targets = targets_in(lower_for_cuda(function, *args))
+    checks = [export.DisabledSafetyCheck.platform(), *map(export.DisabledSafetyCheck.custom_call, targets)]
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).call
+
+
+def run_for_cuda(function, *args):
+    """Lower a function for CUDA, and run this program on the CPU."""
+    return jax.block_until_ready(program_for_cuda(function, *args)(*args))
+
+
+def capsule_address(capsule):
+    """Return the address in a PyCapsule without a name, as JAX creates them for C functions."""
+    get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    return get_pointer(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, None)
+
+
+class FakeXlaGpu:
+    """Two GPUs in JAX's list of devices.  Handlers for CUDA are registered for the CPU, and called with a fake API."""
+
+    HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    device = 0  # the ordinal of the GPU that handlers get
+
+    def __init__(self):
+        self.handlers, self.traits_of = {}, {}  # by the name of the target
+        self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
+
+    def patch(self, monkeypatch):
+        monkeypatch.setattr(jax, "local_devices", self.with_gpus)
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_for_cpu)
+
+    def with_gpus(self, *args, backend=None, **options):
+        if backend == "cuda":
+            return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in (0, 1)]
+        return self.local_devices(*args, backend=backend, **options)
+
+    def register_for_cpu(self, name, handler, platform="cpu", **options):
+        if platform == "CUDA":
+            native = self.HANDLER(capsule_address(handler))
+            self.handlers[name] = self.HANDLER(functools.partial(self.call, name, native))
+            handler = jax.ffi.pycapsule(ctypes.cast(self.handlers[name], ctypes.c_void_p))
+        self.register(name, handler, "cpu", **options)
+
+    def call(self, name, handler, frame_address):
+        """Call a handler with an API that has a stream and a device.  If XLA asks for metadata, record the traits."""
+        frame = xk.XLA_FFI_CallFrame.from_address(frame_address)
+        if frame.extension_start:
+            error = handler(frame_address)
+            extension = xk.XLA_FFI_Metadata_Extension.from_address(frame.extension_start)
+            self.traits_of[name] = extension.metadata.contents.traits
+            return error
+        api = xk.XLA_FFI_Api.from_buffer_copy(frame.api.contents)
+        get_stream, get_ordinal = self.HANDLER(self.get_stream), self.HANDLER(self.get_ordinal)
+        api.XLA_FFI_Stream_Get = ctypes.cast(get_stream, ctypes.c_void_p)
+        api.XLA_FFI_DeviceOrdinal_Get = ctypes.cast(get_ordinal, ctypes.c_void_p)
+        frame.api = ctypes.pointer(api)
+        return handler(frame_address)
+
+    def get_stream(self, args):
+        xk.XLA_FFI_Stream_Get_Args.from_address(args).stream = 0x5EED
+
+    def get_ordinal(self, args):
+        xk.XLA_FFI_DeviceOrdinal_Get_Args.from_address(args).device_ordinal = self.device
+
+    def traits(self, function, *args):
+        """Return the traits of the handlers in a program.  1 means compatible with command buffers."""
+        return {self.traits_of[target] for target in targets_in(lower_for_cuda(function, *args))}
+
+
+class FakeCudaDriver(FakeXlaGpu):
+    """The fake GPUs together with the fake `libcuda.so.1`.
+
+    The text of a launch is, for example, "native 0: 7,2,3 x 32,1,1 +64": a handler ("native") or a package ("numba")
+    launched on GPU 0 a grid of (7, 2, 3) blocks of (32, 1, 1) threads with 64 bytes of dynamic shared memory.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.driver.take_log.restype = ctypes.c_char_p
+
+    def set(self, **values):
+        """Set variables of the driver.  Handlers get `device` from this object."""
+        vars(self).update(values)
+        for name, value in values.items():
+            ctypes.c_int.in_dll(self.driver, name).value = value
+
+    def fail(self, function):
+        """Let the next call of a driver function fail."""
+        (ctypes.c_char * 64).in_dll(self.driver, "failing").value = function.encode()
+
+    def log(self):
+        """Return the driver calls since the last time, each as a text and the fill byte or the launch parameters."""
+        return [json.loads(line) for line in self.driver.take_log().splitlines()]
+
+    def launches(self, function, *args):
+        """Call a function, and return the text and the parameters of each launch."""
+        self.log()
+        run_for_cuda(function, *args)
+        return [call for call in self.log() if " x " in call[0]]
+
+
+@pytest.fixture(scope="session")
+def fake_driver():
+    return FakeCudaDriver()  # one for all tests, because XLA keeps handlers forever
+
+
+@pytest.fixture
+def fake_cuda(fake_driver, monkeypatch):
+    fake_driver.patch(monkeypatch)
+    fake_driver.set(device=0, n_params=0)
+    fake_driver.fail("")
+    fake_driver.log()
+    return fake_driver
+
+
+class RecordedLaunch(typing.NamedTuple):
+    """A launch that FakeWarp recorded."""
+
+    launch: typing.Any  # a `wp.Launch` for the CPU
+    cpu_hooks: typing.Any  # the functions of its CPU code, which `launch.hooks` had
+    ordinal: int  # of the device
+
+
+class FakeWarp(FakeXlaGpu):
+    """A fake GPU for Warp: `wp.launch` records launches for the CPU, and a fake `libcuda` runs them there.
+
+    1. The library records a launch.  `record` gives it the number of a fake CUfunction, such as 3.
+    2. A handler calls `cuLaunchKernel` with this number and the addresses of the parameters.
+    3. `launch` copies the parameters to recorded launch 3, and runs it for each block along z.
+
+    A CPU has no blockIdx.z, by which the batch kernel moves to its slice.  So this kernel reads it from a variable.
+    """
+
+    device = 1
+
+    def __init__(self):
+        super().__init__()
+        self.make_array, self.record_on_cpu = warp().array.__init__, warp().launch
+        self.numbers, self.recorded = itertools.count(1), {}  # {number of the CUfunction: RecordedLaunch}
+        self.block_index_z = ctypes.c_uint32(0)  # its address is in compiled kernels
+        self.lock = threading.Lock()  # a launch changes block_index_z and the recorded launch
+        number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        kind = functools.partial(ctypes.CFUNCTYPE, number, pointer)
+        self.library = types.SimpleNamespace(
+            cuLaunchKernel=kind(*[number] * 7, pointer, ctypes.POINTER(pointer), pointer)(self.launch),
+            cuMemcpyDtoDAsync_v2=kind(pointer, size, pointer)(self.copy_memory),
+            cuMemsetD8Async=kind(ctypes.c_ubyte, size, pointer)(self.set_memory),
+            cuCtxGetCurrent=lambda context: 0,
+            cuCtxSetCurrent=lambda context: 0,
+            cuFuncGetAttribute=self.get_attribute,
+        )
+
+    def copy_memory(self, target, source, nbytes, stream):
+        ctypes.memmove(target, source, nbytes)
+        return 0
+
+    def set_memory(self, target, value, nbytes, stream):
+        ctypes.memset(target, value, nbytes)
+        return 0
+
+    def get_attribute(self, value, attribute, function):
+        value._obj.value = 2**31 - 1  # no limit
+        return 0
+
+    def patch(self, monkeypatch):
+        def make_on_cpu(array, *args, **options):
+            self.make_array(array, *args, **{**options, "device": "cpu"})
+
+        super().patch(monkeypatch)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(xk._LibCuda, "__init__", lambda libcuda: setattr(libcuda, "library", self.library))
+        monkeypatch.setattr(warp(), "launch", self.record)
+        monkeypatch.setattr(warp().array, "__init__", make_on_cpu)
+        z = f"*(unsigned*){ctypes.addressof(self.block_index_z)}ull"
+        monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
+        self.launches = []  # grid, block, shared memory, stream, and ordinal of the device
+
+    def record(self, kernel, *args, device, block_dim, **options):
+        """Record a launch, as `wp.launch(..., record_cmd=True)` does, with a fake CUfunction if it is for a GPU."""
+        if device == "cpu":
+            return self.record_on_cpu(kernel, *args, device=device, block_dim=block_dim, **options)
+        launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
+        number = next(self.numbers)
+        self.recorded[number] = RecordedLaunch(launch, launch.hooks, int(device.removeprefix("cuda:")))
+        forward = backward = ctypes.c_void_p(number)
+        shared_memory = block_dim + 1  # any number that the handler must pass on
+        launch.hooks = type(launch.hooks)(forward, backward, shared_memory, shared_memory)
+        launch.device = types.SimpleNamespace(is_cpu=False)
+        return launch
+
+    def launch(self, number, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
+        """Stand in for `cuLaunchKernel`."""
+        with self.lock:
+            recorded = self.recorded[number]
+            self.launches.append(((gx, gy, gz), (bx, by, bz), shared_memory, stream, recorded.ordinal))
+            launch = recorded.launch
+            for param, passed in zip(launch.params, params):
+                ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
+            launch.device, launch.hooks = warp().get_device("cpu"), recorded.cpu_hooks
+            for z in range(gz):
+                self.block_index_z.value = z
+                launch.launch()
+        return 0
+
+
+@pytest.fixture(scope="session")
+def fake_warp():
+    return FakeWarp()  # one for all tests, because XLA keeps handlers forever
+
+
+@pytest.fixture
+def fake_warp_gpu(fake_warp, monkeypatch):
+    fake_warp.patch(monkeypatch)
+    return fake_warp
+
+
+class DriverObserver:
+    """Counts the launches, and lists the sizes of the memsets, by handlers that are compiled after its creation.
+
+    A handler contains the addresses of driver functions.  It gets those of callbacks, which call the functions, too.
+    """
+
+    def __init__(self):
+        number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
+        self.prototypes = {
+            "cuLaunchKernel": ctypes.CFUNCTYPE(number, pointer, *[number] * 7, *[pointer] * 3),
+            "cuMemsetD8Async": ctypes.CFUNCTYPE(number, pointer, ctypes.c_uint8, size, pointer),
+        }
+        self.launches, self.memsets = [], []
+        self.callbacks = {}  # by the address of the driver function, kept because handlers are permanent
+        address_of = xk._LibCuda.address
+        xk._LibCuda.address = lambda libcuda, name: self.address(name, address_of(libcuda, name))
+
+    def address(self, name, function_address):
+        if name not in self.prototypes:
+            return function_address
+        if function_address not in self.callbacks:
+            self.callbacks[function_address] = self.callback(name, function_address)
+        return ctypes.cast(self.callbacks[function_address], ctypes.c_void_p).value
+
+    def callback(self, name, function_address):
+        prototype = self.prototypes[name]
+
+        def call(*args):
+            if name == "cuLaunchKernel":
+                self.launches.append(args)
+            else:
+                _, _, nbytes, _ = args
+                self.memsets.append(nbytes)
+            return prototype(function_address)(*args)
+
+        return prototype(call)
+
+    def run(self, function):
+        """Call a function without arguments, and return the results and the number of launches."""
+        self.launches, self.memsets = [], []
+        results = jax.block_until_ready(function())
+        return results, len(self.launches)
+
+
+@pytest.fixture(scope="session")
+def driver_observer():
+    return DriverObserver()

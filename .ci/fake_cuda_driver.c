@@ -1,4 +1,4 @@
-// A fake CUDA driver, which a process without a GPU loads as libcuda.so.1 (see FakeCudaDriver in test_xla_kernels.py).
+// A fake CUDA driver, which a process without a GPU loads as libcuda.so.1 (see FakeCudaDriver in conftest.py).
 //
 // It has two GPUs, logs launches and memsets, and runs no kernel.  The Numba CUDA packages compile kernels and load them.
 // Programs are lowered for CUDA and run on the CPU, whose memory the fake GPUs share.  All functions that are not defined
