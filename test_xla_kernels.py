@@ -3157,6 +3157,7 @@ WARP_HELPERS = {  # signature: body
     "total(x: rows, i: int)": "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\nreturn s",
     "row_product(x: rows, i: int)": "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nreturn s",
     "times_row(p: float, x: rows, i: int)": "for j in range(x.shape[1]):\n    p = p * x[i, j]\nreturn p",
+    "params_row(p: Params, x: rows, i: int)": "for j in range(x.shape[1]):\n    p.a = p.a * x[i, j]\nreturn p.a",
     "mean(x: rows, i: int, n: int)": "s = float(0.0)\nfor j in range(n):\n    s += x[i, j]\nreturn s / float(n)",
     "double(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
     "double_again(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
@@ -3519,7 +3520,7 @@ X_OUT = "x: floats, out: floats"
 ADD_TWICE_Y = "out[i] = x[i] + 2.0 * y[i]"
 STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
 SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
-USER_CODE = "it calls C++, or has adjoints or code transformers, of your own"
+USER_CODE = "it has C++ code, adjoints or code transformers of your own"
 
 
 def add_twice_y(x, y, *others):
@@ -4032,6 +4033,8 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
     "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
     "an assigned parameter of a function": ("out[i] = times_row(x[i, 0], x, i)", lambda x: x[0] * x.prod(),
                                             ("p", "p = p * x[i, j]")),
+    "an assigned struct": ("p = Params()\np.a = x[i, 0]\nout[i] = params_row(p, x, i)",
+                           lambda x: x[0] * x.prod(), ("p", "p.a = p.a * x[i, j]")),
     "a length that Warp does not evaluate": (row_loop("s = s * x[i, j]", "1.0", "2 * 2") + "out[i] = s", jnp.prod,
                                              ("s", "s = s * x[i, j]")),
     "an unrolled triangle": (f"{TRIANGLE}out[i] = s", lambda x: x[0] ** 3 * x[1] ** 2 * x[2], None),
@@ -4065,6 +4068,16 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
                               ("t", "if t < x[i, 0]:")),
     "an output in a condition": ("if out[i] < x[i, 0]:\n    out[i] = x[i, 0] * x[i, 0]", lambda x: x[0] ** 2,
                                  ("out[i]", "if out[i] < x[i, 0]:")),
+    "an output updated after an unrolled loop": (
+        "for j in range(3):\n    out[i] = x[i, j]\nt = out[i] * out[i]\nout[i] = t", lambda x: x[2] ** 2,
+        ("out[i]", "t = out[i] * out[i]"),
+    ),
+    "an output updated after nested loops": (
+        "for j in range(x.shape[1]):\n    for k in range(x.shape[1]):\n        out[i] = x[i, j]\n"
+        "t = out[i] * out[i]\nout[i] = t", lambda x: x[3] ** 2, ("out[i]", "t = out[i] * out[i]"),
+    ),
+    "an output read after a loop that stores to it": (
+        "for j in range(3):\n    out[i] = x[i, j]\nt = out[i] * out[i]", lambda x: x[2], None),
     "a linear update of an output": ("out[i] = x[i, 0]\nt = out[i]\nout[i] = 2.0 * t + x[i, 1]",
                                    lambda x: 2 * x[0] + x[1], None),
     "an output read after its last store": ("out[i] = wp.sin(x[i, 0])\nt = out[i] * out[i]",
@@ -4253,7 +4266,7 @@ def test_warp_arguments_bind_by_position_or_name():
     check_close(jax.jit(f, static_argnums=1)(THREE_INTS, 0.5), [0.5, 0.5, 0.5])
     with pytest.raises(TypeError, match=r"\(index, w.*, inputs first; got 1 by position and \(index\) by name"):
         f(THREE_INTS, index=3)
-    text = r"'weight' is passed by value, as float32. Got float32\[\]. .* traced.*dtype=wp\.float32\).*static_argnums"
+    text = r"'weight' is passed by value, as float32. Got a traced float32\[\]\. .*static_argnums.*dtype=wp\.float32\)"
     with pytest.raises(TypeError, match=text):
         jax.vmap(f, (None, 0))(THREE_INTS, THREE_FLOATS)
 
@@ -5317,6 +5330,10 @@ WARP_MISTAKES = [
      lambda: trace_matvec(spec(2), outs=spec(2), in_out_argnames=["out"])),
     (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
      lambda: trace_matvec(outs=(), scratch=spec(2), has_side_effect=True)),
+    (TypeError, "'out' must be an array float32[:]. Got float32[]. For .*((1,), jnp.float32).",
+     lambda: trace_product(outs=spec())),
+    (TypeError, "Got float32[]. For .*((1,), jnp.float32), and reshape the input: out.reshape(1,)",
+     lambda: trace_product(spec(), outs=spec(), in_out_argnames=["out"])),
     (NotImplementedError, "Got float32[n]. A launch needs known dimensions. Export a program per shape",
      lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), spec(3))),
     (ValueError, "Got float32[2147483648]. .*Split the array", lambda: trace_warp("multiply", spec(2**31), spec(3))),
@@ -5350,6 +5367,8 @@ WARP_MISTAKES = [
     # values and types
     (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_every_with(s=1)),
     (Exception, "param m .*warp_kernel 'every'", lambda: call_every_with(m=[1.0, 2.0])),  # Warp's own text
+    (TypeError, "'n' is passed by value, as uint64. Got HashGrid <.*>. Pass its id: n.id",
+     lambda: call_every_with(n=wp.HashGrid(2, 2, 2, device="cpu"))),
     (ValueError, "as int8. Got ndarray array(300). .*-128 to 127", lambda: call_every_with(i=np.array(300))),
     (TypeError, "takes a function decorated with warp.kernel; got", lambda: xk.warp_kernel(like_first, spec())),
     (ValueError, "Warp has no scalar type .* one of: bool, .*float64", lambda: xk.jaxtype_to_warptype(np.complex64)),

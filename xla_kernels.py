@@ -874,7 +874,7 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_refreshed_content`
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_update_hash(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, which words of the attribute `launch` are replaced by pointers (10.4)
@@ -6043,19 +6043,17 @@ class _CudaBatchLaunch:
 # ======================================================================================================
 # 10. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 #
-# What a new version of Warp may break:
-# - With an error: attributes of kernels, modules, and types of arrays, structs and elements (`_parse_parameter`,
-#   `_refreshed_content`).
-# - Silently:
-#     - options that the hash of a kernel does not cover (`_refreshed_content`)
-#     - when Warp evaluates `wp.static` (`_warn_of_deferred_static`)
-#     - how a launch is recorded, packed and run (`_record_launch`, `_packed_parameters`), and its grid
-#       (`_WarpTarget.cuda_launch_config`)
-#     - which launches need more than one plain kernel launch (`_check_recorded_launch`)
-#     - that tiles on CPUs have one memory for all threads (`_WarpEmitter`)
-#     - that kernels with a loop over the grid do not use its z, and how native functions are created (10.5).
-#       test_warp_batch_is_one_launch counts launches.
-#   All tests named test_warp must pass before a version counts as supported: so far 1.14, 1.16, 1.18 and 1.19.
+# A new version of Warp is supported if all tests named test_warp pass: so far 1.14, 1.16, 1.18 and 1.19.  These depend
+# on Warp's internals, and only a change of the first shows as an error:
+#
+#     attributes of kernels, modules and types              `_parse_parameter`, `_update_hash`
+#     options that the hash of a kernel does not cover      `_update_hash`
+#     when Warp evaluates `wp.static`                       `_warn_of_deferred_static`
+#     how a launch is recorded, packed and run              `_record_launch`, `_packed_parameters`
+#     the grid of a launch                                  `_WarpTarget.cuda_launch_config`
+#     which launches need more than one kernel launch       `_check_recorded_launch`
+#     tiles on CPUs have one memory for all threads         `_WarpEmitter`
+#     kernels with a loop over the grid do not use its z    10.5, test_warp_batch_is_one_launch
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -6092,20 +6090,18 @@ def warp_kernel(
         kernel(*inputs, *outputs, *scratch)
 
     **Arrays.** Parameters of the type `wp.array` get JAX arrays.  The elements of vectors and matrices are trailing
-    dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element may omit the
-    other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.
+    dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element, but not an
+    output, may omit the other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.
 
-    **Inputs are read-only.**  A kernel that stores to an input raises an error when it is traced.  If a store may go to
-    an input or to another array (`z = out`, in a branch `z = x`, then `z[i] = 1.0`), the kernel gets a copy of the
-    input.
+    **Inputs are read-only.**  A kernel that stores to an input raises an error when it is traced.  If it may store
+    to an input or to another array, such as `z[i] = 1.0` where `z` is `x` or `out`, it gets a copy of the input.
 
     **Values.** Parameters of all other types (scalars, vectors, matrices, structs) are passed by value.  Values must be
     known when JAX traces the call, and each new value recompiles the traced function.  If a number changes often, such
     as a time step, make the parameter a `wp.array` of one element.
 
     **New outputs and scratch buffers start from zeros.**  That is right for sums (`wp.atomic_add(out, ...)`), and wrong
-    for products, minima and maxima.  For these, let the kernel store the start value first, or alias the output to an
-    input (`in_out_argnames`, `input_output_aliases`).
+    for products, minima and maxima.  For these, pass the start value as an in-out argument (`in_out_argnames`).
 
     **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array with more than one element,
     without the dimensions of vectors and matrices:
@@ -6147,8 +6143,8 @@ def warp_kernel(
       vmap_method, input_output_aliases, in_out_argnames, has_side_effect, scratch, zero_outputs, name: See
         `numba_kernel`.
       differentiable: Whether arrays of floats have reverse-mode derivatives, computed by Warp's adjoint of the kernel,
-        a bool.  There are only first derivatives.  They are wrong for some kernels, such as products in a dynamic loop.
-        Most of these raise a warning, not all.  Default False.
+        a bool.  There are only first derivatives.  They are wrong for some kernels, such as products in a loop that
+        Warp does not unroll.  Most of these raise a warning, not all.  Default False.
 
     Returns:
       A function of the inputs, `f(*inputs)`, by position or by name.  Its results have the structure of `outs`.
@@ -6159,8 +6155,8 @@ def warp_kernel(
       ValueError: If `launch_dims` is missing or out of range, a value is out of range, an option does not support
         `differentiable`, or the kernel has no adjoint.
       NotImplementedError: If Warp needs more than one plain kernel launch: deterministic mode and clusters on GPUs,
-        `enable_cpu_blocks` on CPUs.  Use `wp.jax_kernel`.  Also if an array has a symbolic dimension, and if a program
-        for CUDA is lowered without a GPU.
+        `enable_cpu_blocks` with tiles on CPUs.  Use `wp.jax_kernel`.  Also if an array has a symbolic dimension, and if
+        a program for CUDA is lowered without a GPU.
       ImportError: If Warp or Numba is missing.
       Exception: If Warp rejects a value, or cannot build the kernel.  Most are RuntimeErrors.
 
@@ -6206,18 +6202,18 @@ class _WarpOptions(_Options):
 class _WarpKernel(_Wrapper):
     """A Warp kernel as a JAX function, with fixed values for some of its parameters.
 
-    The user's wrapper has no fixed values.  Its calls separate the arrays from the values, and call another
-    `_WarpKernel` with the arrays.  There is one for each combination of values:
+    The user's wrapper has no fixed values.  Its calls separate the arrays from the values, and pass the arrays to the
+    `_WarpKernel` for these values.  Without values, this is the user's wrapper itself.  Otherwise:
 
         f(x, 2.0)  ->  _WarpKernel(kernel, options, fixed={"factor": 2.0})._call_by_position([x])
 
-    For `kernel(x, factor, out)`, the attributes are:
+    For `kernel(x, factor, out)`:
 
-                          the user's wrapper          the wrapper for factor=2.0
+        attribute         the user's wrapper          the wrapper for factor=2.0
         fixed             {}                          {"factor": 2.0}
-        parameters        ("x", "factor", "out")      ("x", "out")                    all that are not fixed
+        parameters        ("x", "factor", "out")      ("x", "out")
         all_parameters    ("x", "factor", "out")      ("x", "factor", "out")
-        warp_params       {"x": `_WarpParam`, ...}    the same                        of all parameters
+        warp_params       {"x": `_WarpParam`, ...}    the same, of all parameters
     """
 
     decorator = "warp_kernel"
@@ -6250,13 +6246,13 @@ class _WarpKernel(_Wrapper):
         for name, x in arguments.items():
             if name in self.value_names or x is None:
                 fixed[name] = self.warp_params[name].check_value(x)
-        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])  # faster than from a generator
+        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])
         cache = self.wrapper_by_values
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_by_position([x for name, x in arguments.items() if name not in fixed])
 
-    # Pickle only by reference, unlike other wrappers.  A pickle by value would contain the kernel's whole Warp module,
-    # which the other process would then have twice.
+    # Pickle only by reference.  By value, a pickle would contain the kernel's Warp module, a second one for the process
+    # that loads it.
     _reduce_without_module = _PickledByReference._reduce_without_module
 
     # -- options that refer to arguments ---------------------------------------------------------------
@@ -6266,8 +6262,9 @@ class _WarpKernel(_Wrapper):
 
         A key that is an integer is a position among all parameters, including those of values.
         """
-        name = dict(enumerate(self.warp_params)).get(key, key)
-        return super()._input_index(name, n_in)
+        if not isinstance(key, str) and 0 <= key < len(self.all_parameters):
+            key = self.all_parameters[key]
+        return super()._input_index(key, n_in)
 
     def _option_value(self, name: str, ins: Sequence[Spec]) -> Any:
         """Return the value of an option.  If it is a function, it gets all arguments of the call, including values."""
@@ -6288,13 +6285,15 @@ class _WarpKernel(_Wrapper):
     def _find_target(self, call: _CallParams) -> _Target:
         """Check the arrays of a call, and return its target.
 
-        The order of the kernel's parameters is inputs, outputs, scratch.  An in-out argument is one parameter, in its
-        place among the inputs.  In the call, it is two buffers: an input, and one of the first outputs.
+        For example, the buffers of a call of `kernel(x, io, out, tmp)` are, if the kernel gets a copy of `x`:
+
+            index    0        1         2         3         4          5
+            name     x        io        io        out       tmp        x
+            role     input    in-out    in-out    output    scratch    input (the copy)
         """
         n_in = len(call.ins)
-        # The copies of inputs are the last scratch buffers.  Only they are scratch that is aliased to an input.
+        # Only the copies of inputs are scratch buffers that are aliased to an input.
         copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]
-        # The parameter of each buffer:
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
         if len(names) != len(call.buffers):
             n_outs = len(call.buffers) - n_in - len(copied)
@@ -6311,8 +6310,7 @@ class _WarpKernel(_Wrapper):
             else:
                 role = "output" if buffer < n_in + len(call.outs) else "scratch"
             self.warp_params[name].check_array(spec, role)
-        # {parameter: index of its buffer}, in the order of the parameters.  The last buffer of a parameter counts: the
-        # output of an in-out argument, and the copy of an input.
+        # {parameter: index of its last buffer}: the output of an in-out argument, and the copy of an input.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
         _check_stores(self, call, _warp_store_analysis(self.kernel).stores, buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
@@ -6344,7 +6342,7 @@ class _WarpKernel(_Wrapper):
             derivative_advice=derivative_advice,
             kernel=self.kernel,
             fixed=self.fixed,
-            key=(_refreshed_content(self.kernel), *map(_value_key, self.fixed.values())),
+            key=(_update_hash(self.kernel), *map(_value_key, self.fixed.values())),
             arrays=tuple(arrays),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
@@ -6357,9 +6355,9 @@ class _WarpKernel(_Wrapper):
         # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
         platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and not target.is_noop:
-            target.prepare_lowering(platform)
+            target.prepare_lowering(platform)  # this registers the handler, which the lowering then finds
             if self.options.name and platform == "cuda":
-                # Also register the batch launch: a process that runs an exported program never lowers it.
+                # Programs that were exported in another process refer to named handlers, also for batches.
                 target.prepare_lowering(platform, has_batch=True)
         return target
 
@@ -6433,7 +6431,7 @@ class _WarpKernel(_Wrapper):
         call = self._adjoint_call(_input_specs(args), _input_specs(outs))
         results = call.bind(_make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))]))
         float_inputs = _float_indices(args)
-        gradients = results[len(results) - len(float_inputs) :]  # they come last (`_adjoint_call`)
+        gradients = results[len(results) - len(float_inputs) :]  # the last n; not [-n:], because n may be 0
         cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
         for i, gradient in zip(float_inputs, gradients, strict=True):
             cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
@@ -6442,23 +6440,20 @@ class _WarpKernel(_Wrapper):
     def _adjoint_call(self, args: list[Spec], outs: list[Spec]) -> _CallParams:
         """Return the call of the adjoint.
 
-        Warp's adjoint gets the data of all arrays, the gradients of the outputs (the cotangents), and the gradients of
-        the inputs, to which it adds.  It overwrites the cotangents.  It also runs the kernel again without its stores,
-        but the stores of helpers are repeated.  Overwritten arrays are operands that are aliased to results:
-
-            (inputs, outputs, cotangents)  ->  (overwritten arrays, gradients of the inputs)
+        For `kernel(x, out)`, it is (x, out, d_out) -> (out', d_out', d_x).  Warp's adjoint adds to d_x, the gradient of
+        the input.  It may overwrite out, and overwrites the cotangent d_out, so both are aliased to results.
         """
         names = self.parameters
         analysis = _warp_store_analysis(self.kernel)
-        # Only the stores of helpers are repeated.  The analysis does not distinguish them from those of the kernel.
-        stored = names if analysis.has_opaque_code else analysis.stores
+        # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them.
+        maybe_stored = names if analysis.has_opaque_code else analysis.stores
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[len(args) + j], "grad"): outs[j] for j in _float_indices(outs)}
         gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
         operands = data | cotangents
-        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in stored}
-        results = overwritten | gradients
+        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in maybe_stored}
+        results = overwritten | gradients  # in this order
         operand_number = {key: number for number, key in enumerate(operands)}
         call = _CallParams(
             ins=tuple(operands.values()),
@@ -6574,16 +6569,13 @@ class _WarpParam:
     ndim: int  # number of dimensions of the array, without those of its elements: 2; 0 for a value
 
     def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the dimensions of an array of this shape, without those of its elements.
-
-        An input of one element may omit them.  Then they are ones.
-        """
+        """Return the dimensions of an array of this shape, without those of its elements."""
         dims = shape[: len(shape) - len(self.element_shape)]
-        return tuple(dims) or (1,) * self.ndim
+        return tuple(dims) or (1,) * self.ndim  # an input of one element may omit them
 
     def __str__(self) -> str:
         """Return the JAX array that the parameter takes, such as float32[:,3], or the type of its value."""
-        scalar = self.dtype.name if self.dtype else f"struct {self.type.key}"
+        scalar = self.dtype.name if self.dtype is not None else f"struct {self.type.key}"
         dims = [":"] * self.ndim + [*map(str, self.element_shape)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
@@ -6592,18 +6584,15 @@ class _WarpParam:
     def check_value(self, value: Any) -> Any:
         """Return an argument that is passed by value, in a form that Warp takes.  Raise an error if it does not fit."""
         if isinstance(value, jax.core.Tracer):
-            element = f"wp.{self.dtype}" if self.dtype and not self.element_shape else "..."
-            raise self._error(
-                TypeError,
-                value,
-                "This value is traced, but must be known when JAX traces the call. Annotate the parameter as "
-                f"wp.array(dtype={element}) and read its element [0], or mark the argument as static: "
-                "jax.jit(f, static_argnums=...)",
-            )
+            element = "..." if self.dtype is None or self.element_shape else f"wp.{self.dtype}"
+            fix = "Pass a concrete value: jax.jit(f, static_argnums=...). Or annotate the parameter as wp.array("
+            raise self._error(TypeError, value, f"{fix}dtype={element}), and read its element [0]")
+        if self.dtype == np.uint64 and hasattr(value, "id"):  # such as `wp.HashGrid` and `wp.Mesh`
+            raise self._error(TypeError, value, f"Pass its id: {self.name}.id")
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
             # Warp does not check this: it would read the memory of any object as this struct.
             raise self._error(TypeError, value, f"Pass an instance of {self.type.key}")
-        if self.dtype and self.dtype.kind in "iu":
+        if self.dtype is not None and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             for number in _python_numbers(value).ravel():
                 # Warp does not check this: the number would wrap around.
@@ -6622,13 +6611,13 @@ class _WarpParam:
             raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
         if spec.dtype != self.dtype:
             raise self._error(TypeError, spec, self._dtype_fix(spec, role))
-        # An array of one element may omit its dimensions.  Then the shape is that of the element.
-        has_all_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
-        if not has_all_dims and spec.shape != self.element_shape:
+        has_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
+        omits_dims = spec.shape == self.element_shape  # an array of one element
+        if not has_dims and not omits_dims:
             raise self._error(TypeError, spec, self._shape_fix(spec, role))
-        if not has_all_dims and self.element_shape and role != "input":
-            # If the elements are vec3, an output float32[3] can mean one of them, or, by mistake, three of them
-            # (`outs=lambda x: x`).  In the second case, the kernel would write beyond the buffer.
+        if omits_dims and role != "input":
+            # It may be a mistake: an output float32[] of a kernel that stores to out[i], or an output float32[3] that
+            # was meant as three elements of the type vec3.  Then the kernel would write beyond the buffer.
             one = (1,) * self.ndim + self.element_shape
             reshape = f", and reshape the input: {self.name}.reshape{one}" if role == "in-out" else ""
             fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
@@ -6644,7 +6633,9 @@ class _WarpParam:
     def _error(self, kind: type[Exception], argument: Any, fix: str) -> Exception:
         """Return the error for a value, or for the spec of an array, that cannot be the argument."""
         rule = f"must be an array {self}" if self.ndim else f"is passed by value, as {self}"
-        if isinstance(argument, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        if isinstance(argument, jax.core.Tracer):
+            shown = f"a traced {_format_spec(argument)}"
+        elif isinstance(argument, jax.ShapeDtypeStruct):
             shown = _format_spec(argument)
         else:
             shown = f"{type(argument).__name__} {argument!r:.80}"
@@ -6656,7 +6647,7 @@ class _WarpParam:
             is_truncated = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # because x64 is disabled
             return f'{fix}, after jax.config.update("jax_enable_x64", True)' if is_truncated else fix
         cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
-        if self.dtype and self.dtype.itemsize == 8:
+        if self.dtype is not None and self.dtype.itemsize == 8:
             return f"JAX truncates {self.name} to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
         if self.element_shape or spec.dtype.name not in _WARP_DTYPES:
             return f"Cast it: {cast}"
@@ -6671,8 +6662,6 @@ class _WarpParam:
             elif role == "input" and self.ndim == 1:
                 fix += f". Reshape it: {self.name}.reshape{(-1, *self.element_shape)}"
             return fix
-        if not spec.shape:
-            return f"Reshape it to {_counted(self.ndim, 'dimension')}"
         if len(spec.shape) > _WARP_MAX_DIMS:
             return f"Warp arrays have at most {_WARP_MAX_DIMS} dimensions. Reshape it"
         fix = f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
@@ -6720,30 +6709,33 @@ def _value_key(value: Any) -> tuple:
     return type(value), getattr(value, "dtype", None), numbers
 
 
-def _refreshed_content(kernel: Any) -> tuple[str, ...]:
-    """Let Warp update the hashes of a kernel's module (0.06 ms).  Return all that decides the kernel's machine code.
+def _warp_options(kernel: Any) -> dict[str, Any]:
+    """Return the options with which Warp compiles a kernel: those of its module, and its own."""
+    return kernel.module.resolve_options(sys.modules["warp"].config) | kernel.options
+
+
+def _update_hash(kernel: Any) -> tuple[str, ...]:
+    """Let Warp update a kernel's hash (0.06 ms).  Return a key of all that decides the kernel's machine code.
 
     The update also sets `grid_stride` of all kernels of the module, and lets Warp try a failed build again.
-    Warp's hash covers the code, constants and types.  It does not tell some constants apart, such as those of float64.
-    The module's name is included, because Warp builds each module on its own.  Kernels that a factory recreates in a
-    unique module have equal contents, because Warp returns the existing module if the hash is the same.
+    The key contains the module's name, because Warp builds each module on its own.
     """
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
         kernel.module.get_module_hash()
-        options = kernel.module.resolve_options(wp.config) | kernel.options
+        options = _warp_options(kernel)
         options["block_dim"] = None  # in Warp 1.14, the options contain the block_dim of the last launch
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_STORE_ANALYSES = _BoundedCache()  # {content: `_StoreAnalysis`}
+_STORE_ANALYSES = _BoundedCache()  # {`_update_hash(kernel)`: `_StoreAnalysis`}
 
 
 def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
     """Return what the source of a kernel does to its arrays."""
-    content = _refreshed_content(kernel)
-    return _STORE_ANALYSES.get(content) or _STORE_ANALYSES.keep(content, _StoreAnalysis(kernel))
+    key = _update_hash(kernel)
+    return _STORE_ANALYSES.get(key) or _STORE_ANALYSES.keep(key, _StoreAnalysis(kernel))
 
 
 # Warp evaluates a `wp.static` that uses the variable of a loop only when it builds the module:
@@ -6765,10 +6757,11 @@ def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
     """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
-    The caller has updated the kernels of the module (`_refreshed_content`).
+    The caller has updated the kernels of the module (`_update_hash`).
     """
-    is_the_built_one = bool(kernel.adj.deferred_static_expressions)
-    if is_the_built_one or not kernel.adj.has_unresolved_static_expressions:  # or it has no deferred static
+    has_deferred_static = kernel.adj.has_unresolved_static_expressions
+    was_built = bool(kernel.adj.deferred_static_expressions)
+    if was_built or not has_deferred_static:
         return
     with _WARP_LOCK:
         similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
@@ -6791,12 +6784,13 @@ def _captured_key(function: Any) -> tuple:
 # Warp packs the arguments of a launch into blocks of memory, one for each parameter of the compiled function.  Their
 # layout differs between versions of Warp, so nothing is assumed about it:
 #
-#     trace or lower   Warp records a launch with the real shapes and values, and with placeholders for the pointers to
-#                      buffers.  The recorded blocks, as words of 8 bytes, become a part of the launch attribute.
+#     trace or lower   Warp records a launch with the real shapes and values, and with unusual numbers (placeholders)
+#                      as the pointers to buffers.  Its blocks, as words of 8 bytes, go into the launch attribute.
 #     call             The handler copies these words.  For each slice, it replaces each placeholder by the pointer
 #                      to the buffer, and calls the compiled function (CPU) or cuLaunchKernel (GPU).
 #
-# A batch launch (10.5) also passes the step of each buffer, for which there are placeholders, too.
+# A batch launch (10.5) also has placeholders for the step of each buffer: the number of bytes from one slice to the
+# next, or 0 if all slices share the buffer.
 
 
 def _placeholder(buffer: int, is_step: bool) -> int:
@@ -6864,12 +6858,13 @@ class _WarpTarget(_Target):
         return self._register(platform, devices)
 
     def _register(self, platform: str, devices: Sequence[str]) -> _Target:
-        """Record the launch on these devices, and register a handler, without a fallback."""
+        """Record the launch on these devices, and register a handler."""
+        # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:
             emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
-            # Read the content again, because it may have changed since the kernel was traced.
-            options = "warp", self.in_order, _refreshed_content(self.kernel), self.block_dim
+            # Update the hash again, because the kernel may have changed since it was traced.
+            options = "warp", self.in_order, _update_hash(self.kernel), self.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.given_name, layout)
 
@@ -6928,12 +6923,10 @@ class _WarpTarget(_Target):
         return arguments, gradients
 
     def _check_has_adjoint(self) -> None:
-        options = {**self.kernel.module.options, **self.kernel.options}
-        if not options.get("enable_backward", True):
+        if not _warp_options(self.kernel)["enable_backward"]:
             raise ValueError(
-                f"{self.title}: a gradient needs Warp's adjoint of the kernel. enable_backward is False, in the "
-                "kernel's options, those of its module, or wp.config. Decorate the kernel with "
-                "@wp.kernel(enable_backward=True)."
+                f"{self.title}: a gradient needs Warp's adjoint of the kernel. enable_backward is False in the options "
+                "of the kernel or of its module. Decorate the kernel with @wp.kernel(enable_backward=True)."
             )
 
     def _check_recorded_launch(self, wp: Any, command: Any, device: str) -> None:
@@ -6982,7 +6975,7 @@ class _WarpTarget(_Target):
                 "that launch_dims counts blocks."
             )
         grid_x = n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
-        # `_refreshed_content` updates `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        # `_update_hash` updates `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
             grid_x = min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)  # the other blocks are along y
         grid = grid_x, -(-n_blocks // grid_x), 1
@@ -6996,17 +6989,18 @@ def _packed_parameters(command: Any) -> list[bytes]:
     On CPUs, Warp packs the parameters only when a launch runs.  So we run the launch with a Python function in place
     of the kernel, which keeps what it gets.
     """
-    packed = list(command.params)
+    parameters = command.params  # ctypes objects
     if command.device.is_cpu:
-        packed.clear()
+        parameters = []
 
         def keep_parameters(*args: Any) -> None:
-            packed.extend(getattr(arg, "_obj", arg) for arg in args)  # `_obj` of pointers that ctypes.byref creates
+            parameters.extend(getattr(arg, "_obj", arg) for arg in args)  # `_obj` of what ctypes.byref returns
 
         dry_run = copy.copy(command)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
-    return [memory + bytes(-len(memory) % 8) for memory in map(bytes, packed)]
+    blocks = [bytes(parameter) for parameter in parameters]
+    return [block + b"\0" * (-len(block) % 8) for block in blocks]
 
 
 class _WarpEmitter(_Emitter):
@@ -7017,7 +7011,8 @@ class _WarpEmitter(_Emitter):
         command = commands[0]
         direction = "backward" if command.adjoint else "forward"
         self.commands = commands  # keeps Warp's modules loaded
-        entries = [ctypes.cast(getattr(x.hooks, direction), _PTR).value or 0 for x in commands]
+        # The address of the compiled function on each device.  If there was none, `wp.launch` has raised an error.
+        entries: list[Any] = [ctypes.cast(getattr(x.hooks, direction), _PTR).value for x in commands]
         params_memory = _packed_parameters(command)
         self.words = tuple(memoryview(b"".join(params_memory)).cast("q").tolist())
         self.param_sizes = tuple(len(memory) // 8 for memory in params_memory)  # in words
@@ -7088,8 +7083,7 @@ class _WarpEmitter(_Emitter):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# `_xla_move_0` adds z times the step to the pointer of the array of buffer 0.  The handler passes the step: the number
-# of bytes from one slice to the next, or 0 if all slices share the array.
+# `_xla_move_0` adds z times the step of buffer 0 to the pointer of its array.
 #
 # The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
 # free.  Warp's adjoints find the gradient of a moved array in its field `grad`, whose pointer is moved, too.
@@ -7102,20 +7096,20 @@ _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
 # C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
-_BATCH_KERNELS = _BoundedCache()  # {(content, arrays): batch kernel}
+_BATCH_KERNELS = _BoundedCache()  # {(`_update_hash(kernel)`, arrays): batch kernel}
 
 
 def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
     """Return the kernel whose blocks with index z run slice z of these arrays and gradients."""
     with _warp_session() as wp:
-        key = _refreshed_content(kernel), arrays
+        key = _update_hash(kernel), arrays
         return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, arrays))
 
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
     if _warp_store_analysis(kernel).has_opaque_code or kernel.adj.transformers:
-        raise _BatchLaunchUnsupported("it calls C++, or has adjoints or code transformers, of your own")
+        raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
     variables = _captured_variables(kernel.func)
@@ -7149,7 +7143,7 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
     """Return a kernel with this source, in a module of its own.
 
     Warp compiles `source`.  It also needs a function, in which it looks up the types of the parameters (annotations)
-    and the values of names (globals and closure).  The code of this function, that of the original kernel, never runs.
+    and the values of names (globals and closure).  The function's code never runs.
     """
     function = types.FunctionType(kernel.func.__code__, variables, closure=kernel.func.__closure__)
     function.__annotations__ = dict(annotations)
@@ -7177,8 +7171,8 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 # - all that is computed from stale values
 #
 # `_GradientCheck` finds the expressions whose adjoints use stale values.  It misses the state of random numbers in
-# dynamic loops, outputs that are read before a function stores to them, and `continue` in unrolled loops (Warp < 1.19).
-# The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
+# dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that a called function or the next iteration
+# stores again.  The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
 
 _WARNED_KERNELS: Any = weakref.WeakSet()
 
@@ -7206,9 +7200,9 @@ class _GradientCheck:
 
     def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
-        self.captured = _captured_variables(_py_func(function))
+        self.known_values = _captured_variables(_py_func(function))  # and the values of constant local variables
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
-        self.arrays = {x.label for x in function.adj.args if not isinstance(x.type, type)}
+        self.arrays = {x.label for x in function.adj.args if hasattr(x.type, "ndim")}
         self.active = active  # the parameters with gradients, and the variables that are computed from them
         self.stale: set[str] = set()  # the stale variables
         tree = function.adj.tree.body[0]
@@ -7246,7 +7240,8 @@ class _GradientCheck:
                     self.check_value(test)
                     self.run_dynamic_loop(body)
                 case ast.For(target=target, iter=iterator, body=body) if self.is_unrolled(iterator):
-                    self.run(2 * [ast.Assign([target], ast.Constant(0)), *body])  # twice, as a dynamic loop
+                    # Warp unrolls the loop, so its variable is a constant.  Any number will do.
+                    self.run_twice([ast.Assign([target], ast.Constant(0)), *body])
                 case ast.For(target=target, iter=iterator, body=body):
                     self.check_value(iterator)
                     self.run_dynamic_loop([ast.Assign([target], ast.Constant(None)), *body])  # None: not constant
@@ -7257,8 +7252,15 @@ class _GradientCheck:
     def run_dynamic_loop(self, body: list[ast.stmt]) -> None:
         assigned = _union(map(self.assigned_variables, body))
         self.stale |= assigned  # until an iteration assigns them
-        self.run(2 * body)  # twice, because an iteration uses variables of the previous one
+        self.run_twice(body)
         self.stale |= assigned  # after the loop
+
+    def run_twice(self, body: list[ast.stmt]) -> None:
+        """Check the body of a loop twice, because an iteration uses variables of the previous one."""
+        self.run(body)
+        for node in body:
+            self.later_stores.update(_assigned_names(node))  # the second time, these stores follow again
+        self.run(body)
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         variables = self.assigned_variables(target)
@@ -7269,7 +7271,7 @@ class _GradientCheck:
         elif isinstance(target, (ast.Name, ast.Tuple)):  # not only a component of a vector
             self.stale -= variables
         if isinstance(target, ast.Name):
-            self.captured[target.id] = self.constant(value)
+            self.known_values[target.id] = self.constant(value)
         self.later_stores.subtract(_assigned_names(target))
 
     def assigned_variables(self, node: ast.AST) -> set[str]:
@@ -7285,7 +7287,7 @@ class _GradientCheck:
         try:
             return ast.literal_eval(node)
         except ValueError:
-            return _captured_value(node, self.captured)
+            return _captured_value(node, self.known_values)
 
     # -- expressions --
 
@@ -7309,18 +7311,18 @@ class _GradientCheck:
                     self.check_call(node)
 
     def check_call(self, call: ast.Call) -> None:
-        function = _called_function(call.func, self.captured)
+        function = _called_function(call.func, self.known_values)
         name = function.key if _is_warp_builtin(function) else ""
         is_sum = name in ("atomic_add", "atomic_sub")
         if name in _WITHOUT_ADJOINT or (is_sum and call not in self.unused_results):
             problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(call):.60}`"
             self.report(call, problem, "Compute the value from other functions.")
-        values: list[ast.expr] = [call]
+        values: list[ast.expr] = [call]  # the adjoint of a function may use all arguments
         if is_sum:
-            values = call.args[1:-1]  # the indices, between the array and the value
+            values = call.args[1:-1]  # only the indices, between the array and the added value
         elif name == "where":
             values = call.args[:1]  # the condition
-        elif isinstance(_captured_value(call.func, self.captured), type):
+        elif isinstance(_captured_value(call.func, self.known_values), type):
             values = []  # casts and constructors of vectors are linear
         for value in values:
             self.check_value(value)
@@ -7372,8 +7374,7 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
-    max_unroll = {**kernel.module.options, **kernel.options}.get("max_unroll")
-    max_unroll = 16 if max_unroll is None else max_unroll  # Warp's default
+    max_unroll = _warp_options(kernel)["max_unroll"]
     problems = _GradientCheck(kernel, active, max_unroll).problems
     is_int = sys.modules["warp"].types.type_is_int
     _, *helpers = _warp_store_analysis(kernel).functions  # the first one is the kernel
@@ -7382,8 +7383,8 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
         problems |= _GradientCheck(helper, active, max_unroll).problems
     for problem in problems.values():
         warnings.warn(
-            f"{title}: the gradient may be wrong. {problem} Then compare the gradient by "
-            'jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
+            f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
+            'jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
 
