@@ -3100,6 +3100,7 @@ USES_OF_Z = [
     ".entry kernel() .explicitcluster {",
     "mov.u32 %r1, %cluster_ctaid.x;",
     ".extern .func (.param .b32 result) of_the_user (.param .b64 x);",
+    ".extern .func (.param .b32 result) free_energy (.param .b64 x);",
 ]
 WITHOUT_Z = """
 .extern .func (.param .b32 result) vprintf (.param .b64 x);

@@ -5319,7 +5319,7 @@ class _CudaCallable(_CudaWrapper):
             # numba-cuda 0.30 passes no read-only arrays to a helper with explicit signatures.
             if getattr(helper, "targetoptions", {}).get("device") and not helper._can_compile:
                 readonly_inputs = frozenset()
-        # The handler keeps `run` alive forever, so `run` must not refer to the wrapper.
+        # The handler keeps `run` alive forever, so `run` must not refer to the wrapper and its caches.
         run = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler() -> _CompiledHandler | None:
@@ -5383,8 +5383,9 @@ class _CudaPackage:
         return bool(_local_devices(self.platform))
 
 
-# {kernel: its fingerprint when a wrapper first compiled it}.  The dispatcher may return this code to later wrappers.
-# Batch launches are compiled later.  If captured values have changed by then, each slice has a launch.
+# {kernel: its fingerprint when a wrapper first compiled it}.  Numba keeps compiled code per kernel, so a later wrapper
+# may get code that contains the captured values of that time.  A batch launch, which is compiled later, would contain
+# the new values.  So if they differ, each slice has a launch.
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
@@ -5451,6 +5452,7 @@ class _NumbaCuda(_CudaPackage):
 
         # The CUDA target that is a part of Numba uses Numba's types.
         types_module = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
+        # If it does not compile for read-only inputs (`readonly_error`), it is compiled for writable ones.
         compiled, readonly_error = _compile_readonly_or_writable(
             self.module, dispatcher.compile, types_module, signature
         )
@@ -5942,7 +5944,7 @@ _PTX_MAY_DEPEND_ON_Z = re.compile(
     | %gridid  # the number of the launch
     | %\w*cluster\w* | \.\w+cluster\b  # clusters of blocks, which may lie along z
     | \.extern\s+\.func\s*(?:\([^)]*\)\s*)?  # an external function, which may read z
-      (?!vprintf|__assertfail|malloc|free|numba_|NRT_)\w+
+      (?!(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_)\w+
     """,
     re.VERBOSE,
 )
