@@ -3452,8 +3452,8 @@ def numba_kernel(
         kernel(*inputs)                          # returns an output, or a tuple of outputs
 
     Arrays are C-contiguous, and inputs are read-only.  A kernel that returns its outputs gets 0-d inputs as scalars.
-    A kernel that stores to its outputs gets them as 0-d arrays, which it reads with `n[()]`, unless `scalars` lists
-    them.
+    A kernel that stores to its outputs gets 0-d inputs as 0-d arrays, which it reads with `n[()]`, unless `scalars`
+    lists them.
 
     XLA calls the kernel's machine code, without Python and without the GIL.  The function works under `jit`, `scan`,
     `cond`, `vmap`, `shard_map` and `export`.  It has no derivative.  To define one, use `jax.custom_vjp` or
@@ -3739,7 +3739,6 @@ class _ArgumentMap(NamedTuple):
         parameters = ", ".join(f"b{buffer}" for buffer in range(self.n_buffers))
         arguments = ", ".join(map(self._expression, self.args))
         lines = [f"def adapter({parameters}):", f"returned = kernel({arguments})", *last_lines]
-        # numba_cuda_mlir 0.6.0 cannot compile `return kernel()`, so the result has a variable.
         namespace["kernel"] = kernel
         exec("\n    ".join(lines), namespace)
         return namespace["adapter"]
@@ -3769,7 +3768,7 @@ class _NumbaCompiler:
           _first_that_compiles       tries each calling convention that fits the number of parameters
             _compile_and_check       checks stores to inputs and outputs; if necessary, compiles again, with copies
               _compile_for_buffers   compiles the kernel for read-only inputs; if that fails, for writable inputs
-                _compiled_type       compiles the kernel itself, and returns the type of its result
+                _compile_and_type    compiles the kernel itself, and returns the type of its result
                 _check_results       checks what the kernel returns
                 _jitted_adapter      creates the adapter, if the kernel needs one
     """
@@ -3844,7 +3843,7 @@ class _NumbaCompiler:
         if readonly_error or _may_ignore_readonly(self.kernel):
             unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
             unproven -= _unwritten_buffers(overload, self.signature)
-        # The other reason is a helper with an explicit signature, which only accepts writable arrays.
+        # If it does not compile for another reason (a helper with an explicit signature), it gets copies, below.
         if unproven and readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(unproven, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
@@ -3864,7 +3863,7 @@ class _NumbaCompiler:
         """
         from numba import types as nbtypes
 
-        compile_kernel = functools.partial(self._compiled_type, argument_map)
+        compile_kernel = functools.partial(self._compile_and_type, argument_map)
         returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
         if argument_map.results:
             self._check_results(argument_map, returned_type)
@@ -3880,7 +3879,7 @@ class _NumbaCompiler:
             raise _compile_error("Numba", self.signature, error) from error
         return function.overloads[buffer_types], readonly_error
 
-    def _compiled_type(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
+    def _compile_and_type(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
         """Compile the kernel for buffers of these types, and return the Numba type of what it returns."""
         from numba.core.registry import cpu_target
 
@@ -3926,8 +3925,8 @@ class _NumbaCompiler:
         # the parameter `out`, and keep the `return`.
         self._check_outputs(argument_map, return_fix="keep the `return`")
         raise TypeError(
-            f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}, not "
-            "nothing. Remove the `return`, or wrap the kernel in a function that drops the result."
+            f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}. "
+            "Remove the `return`, or wrap the kernel in a function that drops the result."
         )
 
     def _check_results(self, argument_map: _ArgumentMap, returned: Any) -> None:
@@ -4127,10 +4126,10 @@ def _numba_ir(kernel: Any) -> Any:
 def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     """Return the parameters (their positions) and the globals (their names) that a kernel or helper only reads.
 
-    A use that is not known to be a read counts as a store.  For example, in `v = x[0]; v[1] = 2` the variable `v` may
-    be a view of `x`, and is stored to.  So `x` is not only read.  The set is empty if nothing is known: Numba cannot
-    read the function, or the function always raises, so that its outputs do not matter.  `call_stack` contains the
-    functions whose analysis needs this one.
+    A use that is not known to be a read counts as a store, as in `np.sum(x)`.  This is safe: at most, an input is
+    copied.  A store to a view counts for its array: `v = x[0]; v[1] = 2` stores to `x`.  The set is empty if nothing
+    is known: Numba cannot read the function, or the function always raises, so that its outputs do not matter.
+    `call_stack` contains the functions whose analysis needs this one.
     """
     from numba.core import ir as nbir
     from numba.core import ssa
@@ -4139,7 +4138,8 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, nbir.Return) for block in blocks):
         return set()
-    # `numba_ir` has the definitions of functions.  They are temporary variables, which SSA form does not rename.
+    # The definitions of functions are looked up in the IR before SSA form.  They are temporary variables, which SSA
+    # form does not rename.
     uses = _VariableUses(kernel, numba_ir, call_stack)
     for block in blocks:
         for statement in block.body:
@@ -4179,8 +4179,8 @@ class _VariableUses:
             self.viewed[statement.target.name] += statement.list_vars()
         elif kind == "call":
             self.add_call(self.viewed[statement.target.name], value)
-        # On CPUs, a stored value may be an array (`a_list[0] = x`), so all variables of the statement count as stored
-        # to.  CUDA has no lists and dicts, so there only the target is stored to.
+        # In other statements, all variables count as stored to.  On CPUs, this includes the value of a store, because
+        # it may be an array (`a_list[0] = x`).  CUDA has no lists and dicts, so there only the target is stored to.
         elif self.is_cuda and kind in ("SetItem", "StaticSetItem"):
             self.stored.append(statement.target)
         elif self.is_cuda and kind == "inplace_binop":
@@ -4270,7 +4270,7 @@ def _uses_object_mode(kernel: Any) -> bool:
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    helpers = _kernel_and_helpers(kernel)[1:]  # the machine code of the kernel itself shows it
+    helpers = _kernel_and_helpers(kernel)[1:]  # if one is called through a pointer, the module does not contain it
     if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers):
         return True
     return "@numba_parallel_for(" in str(_llvm_module(overload))
@@ -4418,7 +4418,8 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
     """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
     text = _error_text(error)
     advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
-    # numba-cuda: <ufunc 'multiply'>, numba-cuda-mlir: 'Float' object has no attribute 'dtype'
+    # For `2 * n` with a 0-d array n, numba-cuda says <ufunc 'multiply'>, and numba-cuda-mlir says 'Float' object has no
+    # attribute 'dtype'.
     is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
     if advice is None and 0 in signature.ranks and is_about_0d:
         zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
