@@ -3193,6 +3193,9 @@ if hasattr(wp, "ref"):  # Warp >= 1.19
         r = 1.0
     @wp.func_native("r = 1.0f;")
     def set_in_cpp(r: wp.ref[float]): ...
+    @wp.func
+    def set_field(r: wp.ref[Box], i: int):
+        r.pos[i] = 1.0
 @wp.func_grad(double)
 def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
@@ -3769,6 +3772,7 @@ WARP_AMBIGUOUS_WRITES = {  # stores to y or to the output
 WARP_REF_WRITES = {
     "a reference": ("y", "set_ref(y[i])"),
     "a reference in C++": ("y", "set_in_cpp(y[i])"),
+    "a reference to a struct": ("y", "b = Box(y, out)\nset_field(b, i)"),
 }  # Warp >= 1.19
 WARP_UPDATES = {  # updates of the output
     "update: atomic sum": "wp.atomic_add(out, 0, y[i])",

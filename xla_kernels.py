@@ -4679,8 +4679,8 @@ class _FunctionAnalysis:
                 case ast.Call():
                     callee = _called_function(node.func, self.captured)
                     self.callees[node] = callee
-                    if callee is None and isinstance(node.func, ast.Name):  # a parameter (Warp >= 1.19)
-                        self.has_opaque_code = True
+                    # A parameter may be a function (Warp >= 1.19).
+                    self.has_opaque_code |= callee is None and isinstance(node.func, ast.Name)
                     if _is_warp_builtin(callee):
                         self.uses_tiles |= callee.key.startswith(("tile", "untile"))
                         if callee.key == "tid":
@@ -4761,9 +4761,11 @@ class _FunctionAnalysis:
     def _views_of_argument(self, function: Any, parameter: str, call: ast.Call) -> set[_ArrayView]:
         """Return the arrays to which a called function has access through a parameter."""
         arguments = _arguments_by_parameter(function, call).get(parameter, ())
-        # An element, such as `x[i]`, is not a view.  But its reference gives access to the array.
-        is_reference = _is_reference(_parameter_types(function)[parameter])
-        return _union(map(self._arrays_of_element, arguments)) if is_reference else self._views_of_any(arguments)
+        views = self._views_of_any(arguments)
+        if _is_reference(_parameter_types(function)[parameter]):
+            # An element, such as `x[i]`, is not a view.  But its reference gives access to the array.
+            views |= _union(map(self._arrays_of_element, arguments))
+        return views
 
     # -- stores --
 
