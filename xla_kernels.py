@@ -4458,8 +4458,9 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #     unknown      arguments of C++ code and some builtins (8.1)  an error
 #     ambiguous    several                                        the kernel gets a copy of the input
 #
-# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  For an unknown store, a
-# copy would silently lose what C++ code stores.  Stores through an array of structs that a helper fills are not found.
+# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a kernel does
+# store to the input, the copy takes it.  For an unknown store, a copy would silently lose what C++ code stores.  Stores
+# through an array of structs that a helper fills are not found.
 
 _STORE_KINDS = ("exact", "unknown", "ambiguous")  # if an array has several, the first of these counts
 _UNKNOWN_NDIM = math.inf  # stays unknown after a subtraction.  If ndim is unknown, an element counts as a view, too.
@@ -6108,14 +6109,14 @@ def warp_kernel(
     **New outputs and scratch buffers start from zeros.**  That is right for sums (`wp.atomic_add(out, ...)`), and wrong
     for products, minima and maxima.  For these, pass the start value as an in-out argument (`in_out_argnames`).
 
-    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array with more than one element,
-    without the dimensions of vectors and matrices:
+    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array whose number of elements is not
+    one, without the dimensions of vectors and matrices:
 
         x: wp.array2d(dtype=wp.vec3)    # a JAX array of shape (4, 5, 3)
         i, j = wp.tid()                 # launch_dims=(4, 5)
 
     It must be given if `wp.tid()` returns another number of indices, or if another array begins with other dimensions.
-    Arrays of one element, arrays with fewer dimensions, and arrays that begin with ones do not count.
+    Other arrays that have one element or fewer dimensions, or begin with ones, do not count.
 
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
@@ -6450,7 +6451,8 @@ class _WarpKernel(_Wrapper):
         """
         names = self.parameters
         analysis = _warp_store_analysis(self.kernel)
-        # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them.
+        # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them, so
+        # each array with a store counts as overwritten.
         maybe_stored = names if analysis.has_opaque_code else analysis.stores
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
@@ -7163,7 +7165,7 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 #
 #     s = float(1.0)
 #     for j in range(x.shape[0]):
-#         s = s * x[j]              # the gradient of x[j] is s * adj_s
+#         s = s * x[j]              # the gradient of x[j] is (the old s) * adj_s
 #
 # The adjoint runs the kernel forwards, but without dynamic loops.  Then it goes through the iterations backwards, and
 # repeats each one before it computes its gradients.  So the last iteration begins with s = 1.0.  A sum such as
@@ -7352,6 +7354,11 @@ class _GradientCheck:
         return not self.active.isdisjoint(_operand_names(node))
 
     def varies(self, node: ast.AST) -> bool:
+        """Return whether an operand is active or stale.  If one factor is neither, the adjoint of a product is correct.
+
+        For z = a * b, adj_a = b * adj_z and adj_b = a * adj_z.  If b is neither, adj_a is correct, and adj_b is not
+        needed.
+        """
         return self.is_active(node) or self.stale_part(node) != ""
 
 
