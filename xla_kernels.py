@@ -6109,8 +6109,8 @@ def warp_kernel(
     **New outputs and scratch buffers start from zeros.**  That is right for sums (`wp.atomic_add(out, ...)`), and wrong
     for products, minima and maxima.  For these, pass the start value as an in-out argument (`in_out_argnames`).
 
-    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array whose size is not one, without
-    the dimensions of vectors and matrices:
+    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array whose size is not one,
+    without the dimensions of vectors and matrices:
 
         x: wp.array2d(dtype=wp.vec3)    # a JAX array of shape (4, 5, 3)
         i, j = wp.tid()                 # launch_dims=(4, 5)
