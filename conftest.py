@@ -131,7 +131,7 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "jax": Condition(package="jax"),
     "gpu": Condition(gpu, NO_GPU, tested=True, on_gpu=True),
     "no gpu": Condition(lambda: not gpu(), "tests the behaviour without a GPU"),
-    "four devices": Condition(lambda: len(devices("cpu")) >= 4, "JAX has fewer than four CPU devices here"),
+    "four devices": Condition(lambda: len(devices("cpu")) >= 4, "JAX has fewer than four CPU devices", tested=True),
     "four gpus": Condition(lambda: len(devices("cuda")) >= 4, "JAX has fewer than four GPUs here", tested=True),
     "warp 1.15": Condition(lambda: "grid_stride" in inspect.signature(warp().kernel).parameters, "older Warp", "warp"),
     "warp 1.19": Condition(lambda: hasattr(warp(), "ref"), "older Warp", "warp"),
@@ -148,11 +148,11 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "fake driver": Condition(HAS_FAKE_DRIVER, "test_cuda_fake_driver runs it"),
     "real driver": Condition(not HAS_FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
-    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs its float modes, Numba's omp, fork"),
-    "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores and POSIX threads"),
+    "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs fork, omp, float modes", tested=True),
+    "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores, POSIX threads", tested=True),
     "gcc": Condition(shutil.which("gcc"), "no C compiler", tested=True),
     "brainevent": Condition(installed("brainevent"), "brainevent is not installed", tested=True),
-    "scipy": Condition(package="scipy"),
+    "scipy": Condition(package="scipy", tested=True),
     "float128": Condition(hasattr(numpy, "float128"), "NumPy's long double has another size here"),
     "tbb": Condition(lambda: "tbb" in distributions(), "tbb is not installed"),
 }
@@ -594,7 +594,7 @@ def fake_warp_gpu(fake_warp, monkeypatch):
 
 
 class DriverObserver:
-    """Counts the launches, and lists the sizes of the memsets, by handlers that are compiled after its creation.
+    """Counts the launches, and lists the sizes of the memsets, by all handlers of the session.
 
     A handler contains the addresses of driver functions.  It gets those of callbacks, which call the functions, too.
     """
@@ -637,6 +637,6 @@ class DriverObserver:
         return results, len(self.launches)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)  # before any handler is compiled
 def driver_observer():
     return DriverObserver()
