@@ -1143,6 +1143,26 @@ def result_of(kernel, x=ONES):
     return float(wrap(kernel)(x).ravel()[0])
 
 
+def test_unbatched_in_out_argument_is_copied_for_each_slice():
+    f = wrap(kernel_from_body("v[0] += x[0]", "x, v"), like_last, in_out_argnames=["v"])
+    check_close(jax.vmap(f, (0, None))(np.float32([[1], [2]]), np.float32([3])), np.float32([[4], [5]]))
+
+
+def test_kernels_with_attributes_share_no_target():
+    for default in (3, 4):
+        kernel = kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=3")
+        if default == 4:
+            kernel.__wrapped__ = kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=4")
+        assert result_of(kernel) == default + 0.125
+
+
+def test_boundscheck_of_numba_config_is_part_of_target(monkeypatch):
+    kernel = kernel_from_body("out[0] = x[0] + 0.375")
+    first = target_of(wrap(kernel), ONES)
+    monkeypatch.setattr(numba.config, "BOUNDSCHECK", 1)
+    assert target_of(wrap(kernel), ONES) != first
+
+
 def test_numba_options_distinguish_kernels_of_equal_code():
     overflows = kernel_from_body("total = 200; out[0] = total")
     for kind, expected in ((numba.int8, -56), (numba.int64, 200)):
@@ -2418,11 +2438,11 @@ def test_on_cuda_correct_kernel_stores_expected_element(code):
 @pytest.mark.needs("cuda.jit")
 @pytest.mark.parametrize("code", ["out = x", "y = out[0] + 1"])
 def test_cuda_output_or_in_out_argument_never_stored_to_raises(code):
+    trace_one_thread(code, SPEC_4, zero_outputs=True)  # first, because it must not affect the next wrappers
     with pytest.raises(TypeError, match="never stores to output 'out'"):
         trace_one_thread(code, SPEC_4)
     with pytest.raises(TypeError, match="never stores to in-out argument 'out'"):
         trace_one_thread(code, SPEC_4, SPEC_4, in_out_argnames=["out"])
-    trace_one_thread(code, SPEC_4, zero_outputs=True)
 
 
 @pytest.mark.needs("cuda.jit")
@@ -2580,6 +2600,27 @@ def test_fakecuda_nested_batch_launches(fake_cuda, package_cuda, grid, n_x, n_y,
     assert launches == [f"native 0: {launch.grid} x 32,1,1 +0" for launch in expected]
     offsets = (np.array(addresses) - [x_data, y_data, addresses[0][2]]) // 4
     assert offsets.tolist() == [[launch.x, launch.y, launch.out] for launch in expected]
+
+
+def test_fakecuda_wrappers_of_one_kernel_differ_in_order(fake_cuda, package_cuda):
+    kernel = new_cuda_kernel(package_cuda, "x, out", "pass")
+    for options, n in ({}, 1), ({"vmap_method": "sequential"}, 3), ({}, 1):
+        call = jax.vmap(xk.numba_cuda_kernel(kernel, like_first, zero_outputs=True, **ONE_THREAD, **options))
+        assert len(fake_cuda.launches(call, jnp.ones((3, 2)))) == n
+
+
+def test_fakecuda_store_in_helper_raises(fake_cuda, package_cuda):
+    helper = package_cuda.jit(device=True)(for_package(package_cuda, bump.py_func))
+    kernel = new_cuda_kernel(package_cuda, "x, out", "bump(x, 0)", names={"bump": helper})
+    with pytest.raises(TypeError, match="may write to input 'x'"):
+        run_for_cuda(xk.numba_cuda_kernel(kernel, like_first, zero_outputs=True, **ONE_THREAD), ONES)
+
+
+def test_fakecuda_error_of_batch_shows_its_grid(fake_cuda, package_cuda):
+    call = jax.vmap(new_cuda_wrapper(package_cuda))
+    fake_cuda.fail("cuLaunchKernel")
+    with pytest.raises(RUNTIME_ERRORS, match=re.escape("grid=(1, 1, 4)")):
+        run_for_cuda(call, jnp.ones((4, 2)))
 
 
 @pytest.mark.parametrize("function, text, n_launches", [
@@ -3144,6 +3185,7 @@ WARP_STRUCTS = {  # name: fields
     "Settings": "gain: float; inner: Inner; turn: wp.mat22",
 }
 WARP_HELPERS = {  # signature: body
+    "add_product(p: float, q: float, a: floats)": "a[0] += p * q",
     "add(a: floats, i: int, value: float)": "a[i] += value",
     "add_by_name(a: floats, i: int)": "add(i=i, a=a, value=1.0)",
     "tail(a: floats)": "return a[1:]",
@@ -3351,6 +3393,16 @@ def test_warp_exported_program_contains_values():
 
 
 @needs_warp
+def test_warp_later_trace_uses_copied_struct():
+    f = xk.warp_kernel(warp_kernels().every, like_last, launch_dims=lambda *args: args[-1].shape)
+    (x, w), values = EVERY_INPUTS, values_of_all_types()
+    settings = deepcopy(values["s"])
+    check_close(f(x, *(values | {"s": settings}).values(), w), every_in_jax(x, w))
+    settings.gain = 4.0
+    check_close(f(x[:1], *values.values(), w[:1]), every_in_jax(x, w)[:1])
+
+
+@needs_warp
 def test_warp_retraces_only_if_struct_fields_change():
     """Structs compare by their fields.  A caller may change a struct between calls."""
     traced = []
@@ -3409,6 +3461,12 @@ def kernel_with_constant(constant):
         out[i] = c * x[i]
 
     return xk.warp_kernel(scaled, like_first)
+
+
+@needs_warp
+def test_warp_target_depends_on_block_dim():
+    first, other, again = (target_of(warp_product(block_dim=n), *TWO_VECTORS) for n in (32, 64, 32))
+    assert first == again != other
 
 
 def test_warp_target_depends_on_constants_and_module_options(warp_platform, monkeypatch):
@@ -3742,6 +3800,7 @@ def test_warp_batch_fallback(warp_counter, fallback_reasons, monkeypatch, patter
 # -- read-only inputs, outputs that start from zeros -----------------------------------------------------
 
 WARP_WRITES = {  # the input that is written, and the statements; x is an array of vectors
+    "a starred vector before an array": ("y", "v = wp.vec2(1.0, 2.0)\nadd_product(*v, y)"),
     "an element": ("y", "y[i] = 1.0"),
     "a component": ("x", "x[i][0] = 1.0"),
     "an atomic by keywords": ("y", "wp.atomic_add(arr=y, i=i, value=1.0)"),
@@ -4029,6 +4088,12 @@ WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variab
     "in a function": ("s = total(x, i)\nout[i] = s * s", square_of_sum, None),
     "a branch": (row_loop("if x[i, j] > 0.9: s += x[i, j]") + "out[i] = s", lambda x: x @ (x > 0.9), None),
     "a square": (f"{SUM}out[i] = s * s", square_of_sum, ("s", "out[i] = s * s")),
+    "a branch that assigns a stale value": (
+        f"{SUM}a = x[i, 0]\nif i < 5:\n    a = s\nout[i] = a * a", square_of_sum, ("a", "out[i] = a * a")),
+    "a stale condition of while": (
+        "m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n"
+        "k = int(0)\nwhile k < m:\n    k += 1\n    out[i] += x[i, 0]",
+        lambda x: 4 * x[0], ("m", "while k < m:")),
     "a maximum by a branch": (f"{LARGEST}out[i] = s", jnp.max, ("s", "if x[i, j] > s:")),
     "a quotient": (row_loop("s = s / x[i, j]", "1.0") + "out[i] = s", lambda x: 1 / jnp.prod(x),
                    ("s", "s = s / x[i, j]")),
@@ -4255,6 +4320,16 @@ def test_warp_deterministic_mode_ignored_on_cpu(monkeypatch):
 
 
 # -- arguments -----------------------------------------------------------------------------------------
+
+
+@needs_warp
+def test_warp_null_arrays_at_different_positions():
+    """Launches with other placeholders do not share machine code."""
+    body = "if x:\n    out[i] = x[i]\nif y:\n    out[i] = 2.0 * y[i]"
+    f = xk.warp_kernel(warp_kernel_from_body("x: floats, y: floats, out: floats", body), spec(3), launch_dims=3)
+    x = np.arange(3, dtype=np.float32)
+    check_close(f(x, None), x)
+    check_close(f(None, x), 2 * x)
 
 
 def test_warp_accepts_enums_numbers_and_null_arrays(warp_platform):
@@ -5202,7 +5277,10 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     # the arguments of the kernel
     (TypeError, "takes (x, out), but this call has 1 input and 2 outputs", lambda: wrap(outs=[SPEC_4] * 2)(ONES)),
     (TypeError, "Make the keyword-only parameter an input", lambda: wrap(keyword_only)(ONES)),
-    (TypeError, "got 1 by position and (alpha) by name", lambda: head(ONES, alpha=ONES[0])),
+    (TypeError, "got 1 by position and (alpha) by name. 'n' is missing", lambda: head(ONES, alpha=ONES[0])),
+    (TypeError, "got 4 by position and (x) by name. Pass each once", lambda: head(ONES, 2, 3.0, ONES, x=ONES)),
+    (TypeError, "takes (x), but this call has 1 input and 2 outputs (scratch counts",
+     lambda: wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)),
     (TypeError, "by position only; got 1 by position and (n) by name",
      lambda: wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])),
     (TypeError, "(input 1, 2) has no items n[i]; .*write it with n[()], .*scalars=['n']", lambda: head(ONES, 2, 3.0)),

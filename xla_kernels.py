@@ -3493,7 +3493,7 @@ def numba_kernel(
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
       zero_outputs: bool or None.  None zeroes new outputs and scratch, and raises an error if the kernel never stores
         to an output.  True zeroes them without this check, for outputs that may stay zero.  False leaves them
-        uninitialized, for kernels that store to every element.  Zeroing takes 2% to 35% of the time of
+        uninitialized, for kernels that store to every element.  Zeroing takes up to a quarter of the time of
         `out[i] = x[i] + y[i]`, depending on the size.  Default None.
       name: str or None.  The prefix of the kernel's name in exported programs, which find the kernel by it (see
         `export_checks`).  Default None.
