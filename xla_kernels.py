@@ -2025,9 +2025,9 @@ class _Wrapper(_PickledByReference):
         arguments = {**dict(zip(names, args)), **named}
         has_wrong_count = len(arguments) != n  # too many, or a name that is also passed by position
         if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
-            missing = [f"{name!r} is missing. " for name in names if name not in arguments]
+            missing = next((f"{name!r} is missing. " for name in names if name not in arguments), "")
             raise self._wrong_arity(
-                f"got {len(args)} by position and ({', '.join(named)}) by name. {''.join(missing[:1])}Pass each once."
+                f"got {len(args)} by position and ({', '.join(named)}) by name. {missing}Pass each once."
             )
         return {name: arguments[name] for name in names}
 
@@ -4705,7 +4705,7 @@ class _FunctionAnalysis:
                 self.views[name] |= views
             case ast.Tuple(elts=parts):
                 for part in parts:
-                    self._assign(part, _forget_ndim(views))
+                    self._assign(part, views)  # whose ndim is unknown, see `_views_of`
             case ast.Attribute(value=owner):  # a field of a struct
                 self._assign(owner, {view._replace(in_struct=True) for view in views})
             case ast.Subscript(value=owner):  # an element of an array of structs
@@ -6692,7 +6692,7 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
     # arrays, whose pointers the handler would not replace.
-    is_struct_value = hasattr(element, "vars") and not _ndims(warp_type)
+    is_struct_value = _is_warp_struct(element) and not _ndims(warp_type)
     if dtype is None and not is_struct_value:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
@@ -7202,7 +7202,7 @@ class _GradientCheck:
     It goes through the statements in their order.  Its result is `problems`: {line: text of a warning}.
 
     In the loop of the example, `s` is in `stale`, because the loop assigns it, and `x` is in `active`, because it has a
-    gradient.  The adjoint of a product with an active operand uses the values of both, so `s * x[j]` is reported.
+    gradient.  The gradient of an active factor uses the value of the other factor, so `s * x[j]` is reported.
     """
 
     def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
@@ -8186,8 +8186,7 @@ def _checked_pair(subject: str, returned: Any, expected: str) -> tuple:
     """Return the pair that a rule returned, or raise if it is none."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise TypeError(f"{subject} must return a pair. Got {returned!r:.80}. Return {expected}.")
-    first, second = returned
-    return first, second
+    return tuple(returned)
 
 
 def _checked_arrays(
@@ -8320,7 +8319,7 @@ class _OpCall:
         Otherwise the lowering, which comes later, reports them.
         """
         if jax.default_backend() != "cpu" or _default_platform() != "cpu":
-            return  # with a GPU in the machine, the program may be for the GPU or for the CPU, each with its own kernel
+            return  # the machine has a GPU, so the program may be for the GPU or the CPU, each with its own kernel
         entry = self.op._find_entry("cpu", self.backend)
         if entry:
             mesh, x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
