@@ -154,7 +154,7 @@ __all__ = [
 #
 # Checked with jax 0.9.0 to 0.12.0.1.  The main undocumented parts of JAX in use, and tests that fail if they change:
 #
-# - `jax.interpreters.ad`, `.batching` and `.mlir` define a primitive (5.1, 11.4 to 11.6): most tests.
+# - `jax.interpreters.ad`, `.batching` and `.mlir` define a primitive (5.1, 11.3, 11.4, 11.6): most tests.
 # - `ctx.platforms` and `ctx.module_context` of lowering rules: test_op_kernel_chosen_by_lowering_platform,
 #   test_side_effect_on_mesh_needs_shard_map_over_all_axes.
 # - `_apply_primitive` marks functions that `jax_debug_nans` must not run again: test_debug_nans.
@@ -2169,19 +2169,20 @@ class _Wrapper(_PickledByReference):
             f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: {new_outs}."
         )
 
-    def _separate_output_advice(self, call: _CallParams) -> str:
-        """Return the fix if the kernel declares a separate output for an in-out argument; otherwise an empty string.
+    def _reject_separate_outputs(self, call: _CallParams) -> None:
+        """Raise an error if the kernel, which does not fit the call, declares separate outputs for in-out arguments.
 
         With in_out_argnames=["state"], `kernel(state, state_out)` is a mistake.  It has as many parameters as the call
         has buffers, while `kernel(state)` has one less.
         """
         n_in = len(call.ins)
         extra = self.parameters[n_in : n_in + len(self.in_outs)]
-        if len(self.parameters) != len(call.buffers) or not extra:
-            return ""
-        dropped = ", ".join(map(repr, extra))
-        in_outs = ", ".join(map(repr, self.in_outs))
-        return f"An in-out argument is its own output. Drop {dropped}, and write to {in_outs}."
+        if len(self.parameters) == len(call.buffers) and extra:
+            raise TypeError(
+                f"{self.title}: an in-out argument is its own output. With in_out_argnames={self.in_outs}, the kernel "
+                f"takes ({', '.join(self.parameters)}). Drop {', '.join(map(repr, extra))}, and write to "
+                f"{', '.join(map(repr, self.in_outs))}."
+            )
 
 
 def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
@@ -3585,16 +3586,14 @@ class _NumbaWrapper(_Wrapper):
         signature = inspect.signature(_py_func(self.kernel))
         fitting_maps = [argument_map for argument_map in maps if _can_bind(signature, len(argument_map.args))]
         if not fitting_maps:
+            self._reject_separate_outputs(call)
             returns = ", or takes the inputs only and returns the outputs" if may_return else ""
-            advice = self._separate_output_advice(call) or (
-                "If a parameter is both input and output, list it in in_out_argnames. If it is a constant, wrap the "
-                "kernel in a function that has the constant in its closure."
-            )
             raise TypeError(
                 f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
                 f"{signature}, but this call has {_counted(n_in, 'input')} and "
                 f"{_counted(n_buffers - n_in, 'output')} (scratch counts as an output, and an in-out argument as an "
-                f"input and an output). {advice}"
+                "input and an output). If a parameter is both input and output, list it in in_out_argnames. If it is a "
+                "constant, wrap the kernel in a function that has the constant in its closure."
             )
         return fitting_maps
 
@@ -6302,12 +6301,12 @@ class _WarpKernel(_Wrapper):
         copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
         if len(names) != len(call.buffers):
+            self._reject_separate_outputs(call)
             n_outs = len(call.buffers) - n_in - len(copied)
-            got = (
-                f"got {_counted(n_in + len(self.fixed), 'input')} and {_counted(n_outs, 'output')}, including scratch."
+            raise self._wrong_arity(
+                f"got {_counted(n_in + len(self.fixed), 'input')} and {_counted(n_outs, 'output')}, including scratch. "
+                "If a parameter is both, list it in in_out_argnames."
             )
-            advice = self._separate_output_advice(call) or "If a parameter is both, list it in in_out_argnames."
-            raise self._wrong_arity(f"{got} {advice}")
         for buffer, (name, spec) in enumerate(zip(names, call.buffers)):
             if name in self.in_outs:
                 role = "in-out"
@@ -6670,7 +6669,7 @@ class _WarpParam:
                 fix += f". Reshape it: {self.name}.reshape{(-1, *self.element_shape)}"
             return fix
         if len(spec.shape) > _WARP_MAX_DIMS:
-            return f"Warp arrays have at most {_WARP_MAX_DIMS} dimensions. Reshape it"
+            return f"Warp arrays have at most {_WARP_MAX_DIMS} dimensions. Reshape it, such as {self.name}.reshape(-1)"
         fix = f"Annotate the parameter as wp.array(dtype=wp.{self.dtype}, ndim={len(spec.shape)})"
         if role in ("output", "scratch") and len(spec.shape) > self.ndim:
             fix += f". Or declare {_spec_code(spec.shape[: self.ndim], self.dtype)}"
@@ -7403,19 +7402,26 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
 
 # ======================================================================================================
 # 11. XLACustomKernel: one operation, many backends, all of JAX's transformations.
-# An op is a JAX primitive.  The platform, and with it the backend, is known only when a call is lowered:
+# An op is a JAX primitive.  The platform, and with it the backend, is known only when a call is lowered.  Each function
+# calls the indented ones below it.  Those that begin with `_op_` are called by JAX:
 #
-#     op(x, outs=x, power=2)               `__call__`: outs, backend and static parameters become an `_OpCall`
-#       `_OpCall.apply`                    adds the VJP rule; without GPUs, traces the kernel early, to find errors
-#       primitive.bind(x, _op_call=...)    JAX transforms the primitive: jit, vmap (11.5), grad (11.6)
-#         lowering for "cpu"               `_op_lowering`: choose the `KernelEntry` of the backend
-#           generator(power=2, outs=...)   `_generated_function`: once for these parameters; returns a function f
-#             f(x)                         `_OpCall.kernel_jaxpr`: f, which is for one slice, is traced under the vmaps
+#     XLACustomKernel.__call__         converts the operands, and evaluates `outs`
+#       _OpCall.apply                  finds mistakes early, and adds the VJP rule, if there is one
+#         _OpPrimitive.bind            binds the primitive, whose only parameter is the `_OpCall`
+#           _op_abstract_eval          returns the types of the outputs
+#           _op_batching               under `vmap`: records the vmap in the `_OpCall`
+#           _op_jvp, _op_transpose     under `grad`: call the user's rules
+#           _op_lowering               chooses the `KernelEntry` for the platform and the backend
+#             _kernel_jaxpr            traces the kernel under the recorded vmaps
+#               _run_kernel_on_slice   calls the kernel
+#                 _generated_function  calls the generator, once for equal static parameters
 #
-# The op keeps the rules, and an entry (`KernelEntry`) for each registered kernel.  The entry holds a generator, which
-# is a function of the static parameters that returns the kernel.  An `_OpCall` also keeps the recorded vmaps of a call
-# (`_RecordedVmap`), and is the only parameter of the primitive.  The variables `ins` hold the operands of a call, and
-# `outs` the specs of its outputs.
+# A generator is a function of the static parameters that returns the kernel.  In this section, a rule is always a
+# function of the user, such as a JVP rule, and `ins` are the operands of a call.  Outputs have three forms:
+#
+#     outs            the user's argument: a pytree of specs, or a function that returns one
+#     declared_outs   the pytree of specs
+#     out_specs       its leaves, as `ShapeDtypeStruct`s, for one slice
 #
 # Besides the parts of JAX that are listed in section 1, this section relies on these details:
 # - The message of the error for a missing batching rule begins with "Batching rule for".
@@ -7423,11 +7429,8 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
 # - The class of an ordered effect has "Ordered" in its name.
 #
 # The public names, such as `kg` (kernel generator), `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library
-# that uses this class.  BrainEvent is the only user of:
-# - the methods from `def_call` to `def_tags`, and `register_general_batching`
-# - calls of `op.primitive.bind(*ins, outs=..., **params)` instead of the op, and direct calls of the primitive's
-#   transpose rule, without `outs` (`_OpPrimitive.make_op_call`)
-# - rules that return an undefined primal for a zero (`_checked_tangents`)
+# that uses this class.  Only BrainEvent needs the methods at the end of the class, `bind` and `transpose` of
+# `_OpPrimitive` with other parameters than an `_OpCall`, and rules that return an undefined primal for a zero.
 
 # -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -7483,12 +7486,10 @@ class XLACustomKernel(_PickledByReference):
         self.primitive = _OpPrimitive(self)
         self._entries: dict[str, dict[str, KernelEntry]] = {}  # {platform: {backend: entry}}
         self._explicit_defaults: dict[str, str] = {}  # {platform: backend}, from asdefault=True and set_default
-        # "batching" and "transpose": a function; "vjp": (fwd, bwd); "jvp": a function, or the list of `def_jvp_rule2`
-        self._rules: dict[str, Any] = {}
-        self._was_traced = False  # if so, a new rule clears JAX's caches
-        # {(platform, backend of the call): entry that was lowered}; a new kernel clears JAX's caches if it changes one
-        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}
-        self._calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
+        self._rules = _Rules()
+        self._op_calls = _BoundedCache()  # {(outs, backend, static parameters): _OpCall}
+        self._was_called = False  # for registrations after a call, see `_set_rules`
+        self._lowered: dict[tuple[str, str | None], KernelEntry] = {}  # {(platform, backend of the call): entry}
         self.__doc__ = doc or self.__doc__
 
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
@@ -7497,31 +7498,19 @@ class XLACustomKernel(_PickledByReference):
         # Only convert inputs if one of them is not a Python scalar or an array of exactly these types.
         if not _INPUT_TYPES.issuperset(map(type, ins)):
             ins, has_tracers = _convert_inputs(ins, self.title)
+        declared_outs = outs
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]  # `typeof` alone is slower
-            outs = _call_with_specs(outs, self.title, "outs", avals)
-        key = (_outs_key(outs), backend, _StaticParams(params) if params else None)  # None is quicker
+            declared_outs = _call_with_specs(outs, self.title, "outs", avals)
+        key = (_outs_key(declared_outs), backend, _StaticParams(params) if params else None)  # None is quicker
         try:
-            op_call = self._calls[key]
+            op_call = self._op_calls[key]
         except (KeyError, TypeError):  # the key is new, or not hashable
-            op_call = self._new_op_call(outs, backend, params, key)
+            _check_hashable(self.title, params)
+            op_call = self.primitive.make_op_call(declared_outs, backend, **params)
+            with contextlib.suppress(TypeError):  # the key is not hashable if a shape in outs contains arrays
+                op_call = self._op_calls.keep(key, op_call)
         return op_call.apply(*ins) if has_tracers else op_call.jitted(*ins)
-
-    def _new_op_call(self, outs: Any, backend: str | None, params: dict, key: Any) -> _OpCall:
-        """Return the `_OpCall` of a call, and cache it if its key is hashable."""
-        for name, value in params.items():
-            try:
-                hash(value)
-            except TypeError:
-                raise TypeError(
-                    f"{self.title}: parameters are static, so they must be hashable. Parameter {name!r} is "
-                    f"{value!r:.80} of type {type(value).__name__}. Pass a number or a tuple, or pass an array as an "
-                    f'operand. If it is an argument of a function under jax.jit, add static_argnames="{name}".'
-                ) from None
-        op_call = self.primitive.make_op_call(outs, backend, **params)
-        with contextlib.suppress(TypeError):  # the key is not hashable if a shape in outs contains arrays
-            return self._calls.keep(key, op_call)
-        return op_call
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered_text()}>"
@@ -7566,16 +7555,12 @@ class XLACustomKernel(_PickledByReference):
           >>> print(op(2.0, outs=lambda x: x, n=3))
           8.0
         """
-        return self._register_kernel(backend, [platform], kg, asdefault, options)
+        return self._register_kernel(backend, [platform], asdefault, options, kg, is_shorthand=False)
 
     def def_numba_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register an `@njit` kernel, or a generator of one, as backend `"numba"` for CPUs.
 
-            op.def_numba_kernel(kg, **options)
-            @op.def_numba_kernel
-
-        Args:
-          kg, asdefault, options: see `def_kernel`.  The options are those of `numba_kernel`.
+        The options are those of `numba_kernel`.  `def_kernel` describes the other arguments.
 
         Example:
           >>> import numba
@@ -7587,18 +7572,13 @@ class XLACustomKernel(_PickledByReference):
           >>> print(op(np.ones(3, np.float32), outs=lambda x: x))
           [2. 2. 2.]
         """
-        return self._register_kernel("numba", ["cpu"], kg, asdefault, options, is_shorthand=True)
+        return self._register_kernel("numba", ["cpu"], asdefault, options, kg)
 
     def def_warp_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a `@wp.kernel`, or a generator of one, as backend `"warp"` for GPUs and CPUs.
 
-            op.def_warp_kernel(kg, **options)
-
-        On CPUs it is a fallback: it is the default only if no other backend is registered there.
-
-        Args:
-          kg, asdefault, options: see `def_kernel`.  The options are those of `warp_kernel`, such as `launch_dims`.
-            `asdefault` concerns GPUs only.
+        The options are those of `warp_kernel`.  `def_kernel` describes the other arguments.  On CPUs, the kernel is a
+        fallback: it is the default only if no other backend is registered.  `asdefault` concerns GPUs only.
 
         Example:
           >>> import warp as wp
@@ -7611,18 +7591,13 @@ class XLACustomKernel(_PickledByReference):
           >>> op(np.ones(3, np.float32), outs=lambda x: x).tolist()
           [2.0, 2.0, 2.0]
         """
-        return self._register_kernel("warp", ["gpu", "cpu"], kg, asdefault, options, is_shorthand=True)
+        return self._register_kernel("warp", ["gpu", "cpu"], asdefault, options, kg)
 
     def def_numba_cuda_kernel(self, kg: Any = None, asdefault: bool = False, **options: Any) -> Any:
         """Register a `@cuda.jit` kernel, or a generator of one, as backend `"numba_cuda"` for GPUs.
 
-            op.def_numba_cuda_kernel(kg, launch_dims=..., **options)
-
-        In Numba's simulator it is also a fallback for CPUs, like a Warp kernel.
-
-        Args:
-          kg, asdefault, options: see `def_kernel`.  The options are those of `numba_cuda_kernel`.  A `@cuda.jit` kernel
-            needs `launch_dims`, or `grid` and `block`.
+        The options are those of `numba_cuda_kernel`.  A `@cuda.jit` kernel needs `launch_dims`, or `grid` and `block`.
+        `def_kernel` describes the other arguments.  In Numba's simulator, the kernel is also a fallback on CPUs.
 
         Example:
           >>> from numba import cuda
@@ -7637,16 +7612,13 @@ class XLACustomKernel(_PickledByReference):
           [2.0, 2.0, 2.0]
         """
         platforms = ["gpu", "cpu"] if _uses_cudasim() else ["gpu"]
-        return self._register_kernel("numba_cuda", platforms, kg, asdefault, options, is_shorthand=True)
+        return self._register_kernel("numba_cuda", platforms, asdefault, options, kg)
 
     def def_pallas_kernel(self, platform: str, kg: Any = None, asdefault: bool = False) -> Any:
         """Register a generator of a Pallas kernel as backend `"pallas"`.
 
-            op.def_pallas_kernel(platform, kg)
-
-        Args:
-          platform: str.  `"gpu"`, `"tpu"`, or `"cpu"` (in interpret mode).
-          kg, asdefault: see `def_kernel`.  The generator returns a function that calls `pallas_call`.
+        The generator returns a function that calls `pallas_call`, on CPUs in interpret mode.  `def_kernel` describes
+        the arguments.
 
         Example:
           >>> from jax.experimental import pallas
@@ -7657,45 +7629,35 @@ class XLACustomKernel(_PickledByReference):
           >>> print(op(np.ones(3, np.float32), outs=lambda x: x))
           [2. 2. 2.]
         """
-        return self._register_kernel("pallas", [platform], kg, asdefault, {}, is_shorthand=True)
-
-    def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`."""
-        return self._register_kernel("triton", ["gpu"], kg, asdefault, {}, is_shorthand=True)
-
-    def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`."""
-        return self._register_kernel("cuda_raw", ["gpu"], kg, asdefault, {}, is_shorthand=True)
+        return self._register_kernel("pallas", [platform], asdefault, {}, kg)
 
     def _register_kernel(
-        self, backend: str, platforms: list[str], kg: Any, asdefault: bool, options: dict, is_shorthand: bool = False
+        self, backend: str, platforms: list[str], asdefault: bool, options: dict, kg: Any, is_shorthand: bool = True
     ) -> Any:
-        """Register a kernel for the first platform, and as a fallback for the others.
-
-        A shorthand, such as `def_numba_kernel`, takes no decorated kernel of another backend.
-        """
+        """Register a kernel for the first platform, and as a fallback for the others."""
         if not isinstance(backend, str) or not isinstance(platforms[0], str):
             raise TypeError(
                 f"{self.title}: a backend and a platform are strings. Got {backend!r} and {platforms[0]!r}. Write "
                 'op.def_kernel("numba", "cpu", kernel).'
             )
         if kg is None:
-            return lambda kernel: self._register_kernel(backend, platforms, kernel, asdefault, options, is_shorthand)
+            return lambda kernel: self._register_kernel(backend, platforms, asdefault, options, kernel, is_shorthand)
         decorated_backend = _decorated_backend(kg)
-        if is_shorthand and decorated_backend not in (None, backend):
+        if is_shorthand and decorated_backend not in (None, backend):  # `def_kernel` takes any name for a backend
             raise TypeError(
                 f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
                 f"Register it with op.def_{decorated_backend}_kernel(kernel)."
             )
         generator = _as_generator(self.title, backend, kg, options)
-        platform, *fallback_platforms = map(self._normalize_platform, platforms)
-        self._entries.setdefault(platform, {})[backend] = KernelEntry(backend, platform, generator, options=options)
-        for other in fallback_platforms:
-            entries = self._entries.setdefault(other, {})
-            if backend not in entries or entries[backend].fallback:  # otherwise the user has registered this entry
-                entries[backend] = KernelEntry(backend, other, generator, fallback=True, options=options)
+        main_platform, *fallback_platforms = map(self._normalize_platform, platforms)
+        for platform in (main_platform, *fallback_platforms):
+            entries = self._entries.setdefault(platform, {})
+            is_fallback = platform != main_platform
+            if is_fallback and backend in entries and not entries[backend].fallback:
+                continue  # a fallback does not replace a kernel that `def_kernel` registered
+            entries[backend] = KernelEntry(backend, platform, generator, is_fallback, options)
         if asdefault:
-            self._explicit_defaults[platform] = backend
+            self._explicit_defaults[main_platform] = backend
         self._clear_caches_if_entries_changed()
         return kg
 
@@ -7703,30 +7665,13 @@ class XLACustomKernel(_PickledByReference):
         """Return the name under which kernels for a platform are registered, or raise if the name is misspelt."""
         # Only variants of JAX's names are rejected, such as "CPU", "gpus", "cuda12" and "gpu:0".  Other names, such as
         # "metal", are accepted, because plugins add platforms.
-        match = re.fullmatch(r"(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform, re.IGNORECASE)
+        match = re.fullmatch(r"(?i)(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform)
         if match and platform != match[1].lower():
             name = _platform_name(match[1].lower())
             raise ValueError(
                 f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. Write {name!r}."
             )
         return _platform_name(platform)
-
-    def _clear_caches_if_entries_changed(self) -> None:
-        """Clear JAX's caches if another kernel now serves calls that were lowered before."""
-        lowered = list(self._lowered.items())  # a copy, because threads may lower calls
-        if any(self._find_entry(platform, backend) is not entry for (platform, backend), entry in lowered):
-            self._clear_jax_caches_if_traced()
-
-    def _clear_jax_caches_if_traced(self) -> None:
-        """If JAX may have traced this op, clear all caches, so that every function is traced and compiled again.
-
-        JAX cannot drop only the functions that call one op.
-        """
-        if not self._was_traced:
-            return
-        self._was_traced = False
-        self._lowered = {}
-        jax.clear_caches()
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -7804,12 +7749,8 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.vmap(lambda x: op(x, outs=x))(np.zeros(2, np.float32)))
           [1. 1.]
         """
-        return self._set_function_rule("batching", fun)
-
-    def register_general_batching(self) -> None:
-        """Remove the batching rule, so that the kernel of the backend is batched again."""
-        if self._rules.pop("batching", None):
-            self._clear_jax_caches_if_traced()
+        self._set_rules(batching=_with_checked_signature(fun, f"{self.title}: the batching rule"))
+        return fun
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
         """Define the JVP rule as one function.
@@ -7833,7 +7774,9 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=x))(3.0))
           6.0
         """
-        return self._set_function_rule("jvp", fun)
+        checked = _with_checked_signature(fun, f"{self.title}: the JVP rule")
+        self._set_rules(jvp=functools.partial(_apply_jvp_rule, checked), vjp=None)
+        return fun
 
     def def_jvp_rule2(self, *jvp_rules: Callable | None) -> None:
         """Define the JVP rule as one function for each operand.
@@ -7847,7 +7790,7 @@ class XLACustomKernel(_PickledByReference):
         """
         subject = f"{self.title}: the JVP rule for operand"
         rules = [rule and _with_checked_signature(rule, f"{subject} {i}") for i, rule in enumerate(jvp_rules)]
-        self._set_rule("jvp", rules)
+        self._set_rules(jvp=functools.partial(_apply_jvp_rule2, rules), vjp=None)
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
         """Define the transpose rule, if the op is linear in some of its operands.
@@ -7868,7 +7811,8 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=x, factor=3.0))(1.0))
           3.0
         """
-        return self._set_function_rule("transpose", fun)
+        self._set_rules(transpose=_with_checked_signature(fun, f"{self.title}: the transpose rule"))
+        return fun
 
     def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
         """Define the VJP rule as two functions, for example if a kernel computes the backward pass.
@@ -7893,22 +7837,63 @@ class XLACustomKernel(_PickledByReference):
         """
         fwd = _with_checked_signature(fwd, f"{self.title}: fwd of the VJP rule")
         bwd = _with_checked_signature(bwd, f"{self.title}: bwd of the VJP rule")
-        self._set_rule("vjp", (fwd, bwd))
+        self._set_rules(vjp=(fwd, bwd), jvp=None)
 
-    def _set_function_rule(self, rule_kind: str, fun: Callable) -> Callable:
-        """Replace a rule by the user's function, and return the function."""
-        self._set_rule(rule_kind, _with_checked_signature(fun, f"{self.title}: the {rule_kind} rule"))
-        return fun
+    # -- registration after a call ---------------------------------------------------------------------
+    # A new rule, kernel or default also reaches functions that JAX has traced or compiled.  JAX cannot drop only the
+    # functions that call one op, so it drops all, and compiles them again when they are called.  To avoid this, the
+    # caches are cleared only if the op was called before a rule changes, or if a lowered call would use another entry.
 
-    def _set_rule(self, rule_kind: str, rule: Any) -> None:
-        """Define or replace a rule.  Functions that may depend on it are compiled again."""
-        if rule_kind in ("jvp", "vjp"):  # these two replace each other
-            self._rules.pop("jvp", None)
-            self._rules.pop("vjp", None)
-        self._rules[rule_kind] = rule
-        self._clear_jax_caches_if_traced()
+    def _set_rules(self, **rules: Any) -> None:
+        """Replace the rules that are passed by name."""
+        old_rules, self._rules = self._rules, dataclasses.replace(self._rules, **rules)
+        if self._was_called and self._rules != old_rules:
+            self._clear_jax_caches()
 
-    # -- for BrainEvent, which also reads these private attributes ---------------------------------------
+    def _clear_caches_if_entries_changed(self) -> None:
+        """Clear JAX's caches if another kernel now serves calls that were lowered before."""
+        lowered = list(self._lowered.items())  # a copy, because threads may lower calls
+        if any(self._find_entry(platform, backend) is not entry for (platform, backend), entry in lowered):
+            self._clear_jax_caches()
+
+    def _clear_jax_caches(self) -> None:
+        """Let JAX trace and compile all functions again."""
+        self._lowered = {}
+        jax.clear_caches()
+
+    # -- timing ----------------------------------------------------------------------------------------
+
+    def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
+        """Time a call of the op under `jax.jit` on the default platform.
+
+            op.benchmark(*ins, outs=..., backend=None, **params)
+
+        Args:
+          ins, outs, params: as for a call of the op.
+          backend: str or None.  The backend to time.  Default None: all backends of the platform.
+
+        Returns:
+          A table, which prints as text.  Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
+          including compilation), `median_us`, `difference` (the maximum difference from the outputs of the first
+          backend that runs) and `error` (the error message of a backend that fails).
+        """
+        platform = _default_platform()
+        self._select_entry(platform, backend)  # raises if there is none
+        args = jax.device_put(_convert_inputs(ins, self.title)[0])
+        rows = []
+        reference = None
+        for name in [backend] if backend else self.available_backends(platform):
+            jitted = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
+            try:
+                first_s, median_s = _time_calls(jitted, args)
+                outputs = jitted(*args)
+                reference = outputs if reference is None else reference
+                rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(outputs, reference)))
+            except Exception as error:
+                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
+        return _OpBenchmark(rows)
+
+    # -- for BrainEvent, which also reads these private attributes -------------------------------------
 
     _call_fn: Callable | None = None  # prepares and checks operands, and calls the op
     _benchmark_data_fn: Callable | None = None  # creates benchmark data
@@ -7932,41 +7917,27 @@ class XLACustomKernel(_PickledByReference):
         """Set the tags of the op."""
         self._tags = set(tags)
 
-    # -- timing ----------------------------------------------------------------------------------------
+    def register_general_batching(self) -> None:
+        """Remove the batching rule, so that the kernel of the backend is batched again."""
+        self._set_rules(batching=None)
 
-    def benchmark(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> _OpBenchmark:
-        """Time a call of the op under `jax.jit` on the default platform.
+    def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`."""
+        return self._register_kernel("triton", ["gpu"], asdefault, {}, kg)
 
-            op.benchmark(*ins, outs=..., backend=None, **params)
+    def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`."""
+        return self._register_kernel("cuda_raw", ["gpu"], asdefault, {}, kg)
 
-        Args:
-          ins, outs, params: as for a call of the op.
-          backend: str or None.  The backend to time.  Default None: all backends of the platform.
 
-        Returns:
-          A table, which prints as text.  Each of its `.rows` has the fields `backend`, `first_ms` (the first call,
-          including compilation), `median_us`, `difference` (the maximum difference from the outputs of the first
-          backend that runs) and `error` (the error message of a backend that fails).
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """The rules of an op, which the methods `def_..._rule` describe.  A rule of None is not defined."""
 
-        Raises:
-          NotImplementedError: if the platform has no kernel.
-          ValueError: if the backend is not registered for the platform.
-        """
-        platform = _default_platform()
-        self._select_entry(platform, backend)  # raises if there is none
-        args = jax.device_put(_convert_inputs(ins, self.title)[0])
-        rows = []
-        reference = None
-        for name in [backend] if backend else self.available_backends(platform):
-            jitted = jax.jit(functools.partial(self, outs=outs, backend=name, **params))
-            try:
-                first_s, median_s = _time_calls(jitted, args)
-                outputs = jitted(*args)
-                reference = outputs if reference is None else reference
-                rows.append(_BenchmarkRow(name, 1e3 * first_s, 1e6 * median_s, _max_difference(outputs, reference)))
-            except Exception as error:
-                rows.append(_BenchmarkRow(name, error=f"{type(error).__name__}: {error}".partition("\n")[0]))
-        return _OpBenchmark(rows)
+    batching: Callable | None = None
+    jvp: Callable | None = None  # (op_call, primals, tangents) -> ..., from `_apply_jvp_rule` or `_apply_jvp_rule2`
+    transpose: Callable | None = None
+    vjp: tuple[Callable, Callable] | None = None  # (fwd, bwd)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # entries are compared by identity
@@ -7989,18 +7960,17 @@ class KernelEntry:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# -- 11.2 Keys of caches -------------------------------------------------------------------------------
-# With these keys, an eager call finds its `_OpCall` without checking the outs and the parameters again.
+# -- 11.2 Calls: keys of caches, and the parameter of the primitive ------------------------------------
 
 
-def _outs_key(outs: Any) -> tuple:
-    """Return a key that is equal for equal structures of equal specs."""
-    if _has_shape_and_dtype(outs):
-        return (outs.shape, outs.dtype)
-    if type(outs) in (list, tuple):  # `jax.tree.flatten` takes 4 us, which is a quarter of an eager call
-        return (type(outs), *map(_outs_key, outs))
-    leaves, tree = _flatten_specs(outs)
-    # A leaf that is not a spec is a mistake of the user.  `_new_op_call` rejects it.
+def _outs_key(declared_outs: Any) -> tuple:
+    """Return a key that is equal for equal structures of equal specs, so that they are checked only once."""
+    if _has_shape_and_dtype(declared_outs):
+        return (declared_outs.shape, declared_outs.dtype)
+    if type(declared_outs) in (list, tuple):  # `jax.tree.flatten` takes 4 us, which is a quarter of an eager call
+        return (type(declared_outs), *map(_outs_key, declared_outs))
+    leaves, tree = _flatten_specs(declared_outs)
+    # A leaf that is not a spec is a mistake of the user.  `make_op_call` rejects it.
     return (tree, *[(x.shape, x.dtype) if _has_shape_and_dtype(x) else x for x in leaves])
 
 
@@ -8033,28 +8003,360 @@ def _static_value_key(value: Any) -> tuple:
     return (cls, value)
 
 
-# -- 11.3 Kernels: from a registered kernel to the outputs of one slice --------------------------------
+def _check_hashable(title: str, params: dict[str, Any]) -> None:
+    """Raise if a static parameter is not hashable."""
+    for name, value in params.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{title}: parameters are static, so they must be hashable. Parameter {name!r} is {value!r:.80} of "
+                f"type {type(value).__name__}. Pass a number or a tuple, or pass an array as an operand. If it is an "
+                f'argument of a function under jax.jit, add static_argnames="{name}".'
+            ) from None
+
+
+def _trace_context() -> tuple:
+    """Return the settings of JAX on which a trace depends, for the keys of caches: the current mesh, and x64."""
+    return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpCall:
+    """The outs, backend and static parameters of a call of an op, and the vmaps that were recorded so far (11.4)."""
+
+    op: XLACustomKernel = dataclasses.field(repr=False)
+    out_specs: tuple[Spec, ...]  # the leaves of the user's outs, for one slice
+    out_tree: Any  # the structure of the user's outs
+    backend: str | None
+    params: _StaticParams
+    vmaps: tuple[_RecordedVmap, ...] = ()  # the outermost first
+
+    @property
+    def batched_out_specs(self) -> list[Spec]:
+        """The specs of the outputs, including the batch."""
+        batch_shape = [vmap.size for vmap in self.vmaps]
+        return [Spec((*batch_shape, *out.shape), out.dtype) for out in self.out_specs]
+
+    @property
+    def in_axes_per_vmap(self) -> list[tuple]:
+        """The `in_axes` of each recorded vmap, the outermost first."""
+        return [vmap.in_axes for vmap in self.vmaps]
+
+    @property
+    def rule_params(self) -> dict[str, Any]:
+        """The keyword arguments of the user's rules."""
+        return {**self.params, "outs": self.out_specs, "backend": self.backend}
+
+    @functools.cached_property
+    def jitted(self) -> Callable:
+        """The compiled call, for operands that are arrays."""
+        return jax.jit(self.apply)
+
+    def apply(self, *ins: Any) -> Any:
+        """Bind the primitive, with the VJP rule if there is one, and return the outputs in the structure of outs."""
+        op_call = self.with_dtypes_for(ins)
+        op_call.check_kernel(ins)
+        vjp_rule = self.op._rules.vjp
+        outputs = _bind_with_vjp(op_call, ins, *vjp_rule) if vjp_rule else op_call.bind(*ins)
+        return self.out_tree.unflatten(outputs)
+
+    def with_dtypes_for(self, ins: Sequence) -> _OpCall:
+        """Return this call with the dtypes of its outputs for these operands.
+
+        If x64 is disabled, a declared float64 becomes float32, with a warning, unless an operand is float64.  This is
+        done for each trace, and not by `make_op_call`, because calls with and without x64 share an `_OpCall`.
+        """
+        out_specs, _ = _normalize_specs(self.out_specs, f"{self.op.title}: outs", _input_specs(ins))
+        return dataclasses.replace(self, out_specs=tuple(out_specs))
+
+    def check_kernel(self, ins: Sequence) -> None:
+        """On a machine with only CPUs, trace the kernel, so that its errors are raised at the user's call.
+
+        Otherwise the lowering, which comes later, reports them.
+        """
+        if jax.default_backend() != "cpu" or _default_platform() != "cpu":
+            return  # the machine has a GPU, so the program may be for the GPU or the CPU, each with its own kernel
+        entry = self.op._find_entry("cpu", self.backend)
+        if entry:
+            _check_kernel_once(self, entry, tuple(map(jax.typeof, ins)), _trace_context())
+
+    def bind(self, *ins: Any) -> list:
+        """Bind the primitive, and return the outputs as a flat list."""
+        return self.op.primitive.bind(*ins, _op_call=self)
+
+    def under_vmap(self, vmap: _RecordedVmap) -> _OpCall:
+        """Return this call with one more recorded vmap, the outermost."""
+        return dataclasses.replace(self, vmaps=(vmap, *self.vmaps))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, avals: tuple, trace_context: tuple) -> None:
+    """Raise if a kernel cannot be traced.  The cache checks a kernel once for equal arguments."""
+    _kernel_jaxpr(op_call, entry, avals)
+
+
+# -- 11.3 The primitive: abstract evaluation and lowering ----------------------------------------------
+
+
+class _OpPrimitive(Primitive):
+    """The primitive of an op.  Its only parameter is `_op_call`.
+
+    A caller of `bind` and `transpose` may pass the other arguments of `make_op_call` instead.
+    """
+
+    multiple_results = True
+
+    def __init__(self, op: XLACustomKernel) -> None:
+        super().__init__(op.name)
+        self.op = op
+        _define_impl(self, "_op_call")  # the name of the parameter
+        self.def_abstract_eval(_op_abstract_eval)
+        ad.primitive_jvps[self] = _op_jvp
+        ad.primitive_transposes[self] = self.transpose
+        batching.primitive_batchers[self] = _op_batching
+        for platform in (None, "cpu", "gpu", "tpu"):
+            # Each platform has a function object of its own.  Otherwise JAX would lower a call once for all of them.
+            mlir.register_lowering(self, functools.partial(_op_lowering), platform=platform)
+
+    def make_op_call(
+        self, /, outs: Any = (), backend: str | None = None, _op_call: _OpCall | None = None, **params: Any
+    ) -> _OpCall:
+        """Return `_op_call`.  If it is None, create it from the declared outs, backend and static parameters."""
+        if _op_call:
+            return _op_call
+        self.op._was_called = True
+        out_specs, out_tree = _normalize_specs(outs, f"{self.op.title}: outs")
+        return _OpCall(self.op, tuple(out_specs), out_tree, backend, _StaticParams(params))
+
+    def bind(self, /, *args: Any, **params: Any) -> Any:
+        return super().bind(*_make_varying(args), _op_call=self.make_op_call(**params))
+
+    def transpose(self, /, cts: Sequence, *operands: Any, **params: Any) -> list:
+        return _op_transpose(cts, *operands, _op_call=self.make_op_call(**params))
+
+
+def _op_abstract_eval(*avals: Any, _op_call: _OpCall) -> list:
+    """Return the abstract values of the outputs.  Their batch dimensions are sharded like those of the operands."""
+    # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one item of the
+    # PartitionSpec of each operand that it batches.
+    remaining_partitions = [iter(aval.sharding.spec) for aval in avals]
+    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
+    for in_axes in _op_call.in_axes_per_vmap:
+        operand_axes.append([next(x) for x, axis in zip(remaining_partitions, in_axes) if axis == 0])
+    partition = _batch_partition(operand_axes)
+    return [_out_aval(out.shape, out.dtype, avals, partition) for out in _op_call.batched_out_specs]
+
+
+def _op_lowering(ctx: Any, *ins: Any, _op_call: _OpCall) -> Any:
+    """Lower the kernel of the backend for the platform that JAX compiles for."""
+    platform = _platform_name(_lowering_platforms(ctx)[0])
+    entry = _op_call.op._select_entry(platform, _op_call.backend)
+    _op_call.op._lowered[platform, _op_call.backend] = entry
+    closed_jaxpr = _kernel_jaxpr(_op_call, entry, ctx.avals_in)
+    return _lower(functools.partial(jax.core.eval_jaxpr, closed_jaxpr.jaxpr, closed_jaxpr.consts), ctx, ins)
+
+
+# -- 11.4 Batching: recorded vmaps ---------------------------------------------------------------------
+# Generators, `outs` and the user's derivative rules are for one slice.  The backend, which knows how to run a batch, is
+# chosen at lowering.  So a `vmap` is only recorded in the `_OpCall`.  Later, `_replay_vmaps` applies the recorded vmaps
+# to the kernel, or to the user's derivative rule.  For example, with x: float32[8,3] and w: float32[3]:
+#
+#     jax.vmap(lambda x, w: op(x, w, outs=x), (0, None))(x, w)
+#
+#     `_OpCall.apply`   binds slices of x    vmaps = ()
+#     `_op_batching`    binds all of x       vmaps = (_RecordedVmap(in_axes=(0, None), size=8),)
+#     `_op_jvp`         under `grad`, runs   jax.vmap(JVP rule, (0, None, 0, None))(x, w, tangent of x, tangent of w)
+#     `_op_lowering`    lowers               jax.vmap(kernel, (0, None))(x, w)
+#
+# If the op has a batching rule, but no JVP or transpose rule, the batching rule runs at once, like any batching rule of
+# JAX.  It can use traced values.  JAX differentiates its operations, unless the op has a VJP rule.
+#
+# If the op also has a JVP or transpose rule, the innermost vmap is recorded with the batching rule, which runs at
+# lowering.  If it ran at once, JAX would differentiate its operations instead of using the rule of the op.  Their
+# derivatives may differ from those of the op (surrogate gradients), or not exist.  If the batching rule calls
+# `general_batching_rule`, that vmap is recorded without the batching rule, to avoid endless recursion.
+
+
+class _RecordedVmap(NamedTuple):
+    """A `vmap` of an op.  The batch axis of each batched operand is in front."""
+
+    in_axes: tuple[int | None, ...]  # for each operand: 0, or None if it is unbatched
+    size: int
+    batching_rule: Any = None  # the user's, to run at lowering; None: `jax.vmap` batches the kernel
+
+
+def _op_batching(args: Sequence, axes: Sequence, *, _op_call: _OpCall) -> tuple:
+    """Record a vmap, or run the user's batching rule."""
+    rules = _op_call.op._rules
+    vmap, ins = _record_vmap(args, axes)
+    if rules.batching and not _op_call.vmaps:  # only for the innermost vmap, which JAX applies first
+        vmap = vmap._replace(batching_rule=rules.batching)
+    if vmap.batching_rule and not rules.jvp and not rules.transpose:
+        outputs = _run_batching_rule(_op_call, vmap, *ins)
+    else:
+        outputs = _op_call.under_vmap(vmap).bind(*ins)
+    return outputs, [0] * len(outputs)
+
+
+def _record_vmap(args: Sequence, axes: Sequence[int | None]) -> tuple[_RecordedVmap, list]:
+    """Return the record of a vmap, and the operands with the batch axis in front."""
+    in_axes = tuple([None if axis is None else 0 for axis in axes])
+    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]  # None or 0: nothing to move
+    return _RecordedVmap(in_axes, ins[in_axes.index(0)].shape[0]), ins
+
+
+def _replay_vmaps(
+    function: Callable, in_axes_per_vmap: Sequence, args: Sequence, vmap_function: Callable = jax.vmap
+) -> Any:
+    """Call a function for one slice under vmaps, which are given by their `in_axes`, the outermost first.
+
+    `args` may contain symbolic zeros and undefined primals.  They are pytrees without leaves, which `jax.vmap` does not
+    slice, so they are sliced here.
+    """
+    for in_axes in in_axes_per_vmap:
+        args = list(map(_slice_if_symbolic, args, in_axes))
+    for in_axes in reversed(in_axes_per_vmap):  # the innermost is applied first
+        function = vmap_function(function, in_axes)
+    return function(*args)
+
+
+def _slice_if_symbolic(x: Any, axis: int | None) -> Any:
+    """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
+    if axis is None or type(x) not in _SYMBOLIC_TYPES:
+        return x
+    return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
+
+
+def _sequential_vmap(function: Callable, in_axes: tuple) -> Callable:
+    """Return a function like `jax.vmap(function, in_axes)` that runs one slice after another."""
+
+    def mapped(*ins: Any) -> Any:
+        batched = {i: x for i, x in enumerate(ins) if in_axes[i] is not None}
+        return jax.lax.map(lambda slices: function(*[slices.get(i, x) for i, x in enumerate(ins)]), batched)
+
+    return mapped
+
+
+def _kernel_jaxpr(op_call: _OpCall, entry: KernelEntry, avals: Sequence) -> Any:
+    """Return the jaxpr of a kernel under the recorded vmaps.
+
+    If the kernel calls a primitive that has no batching rule in JAX, the slices run one after another.
+    """
+
+    def trace(vmap_function: Callable) -> Any:
+        return jax.make_jaxpr(functools.partial(_run_kernel_on_batch, op_call, entry, vmap_function))(*avals)
+
+    try:
+        closed_jaxpr = trace(jax.vmap)
+    except NotImplementedError as error:
+        if not str(error).startswith("Batching rule for"):
+            raise
+        closed_jaxpr = trace(_sequential_vmap)
+    _check_lowerable(op_call.op.title, closed_jaxpr)
+    return closed_jaxpr
+
+
+def _run_kernel_on_batch(op_call: _OpCall, entry: KernelEntry, vmap_function: Callable, *ins: Any) -> list:
+    """Return the outputs of a kernel under the recorded vmaps, with `jax.vmap` or `_sequential_vmap`."""
+    out_specs = op_call.batched_out_specs
+    if out_specs and all(0 in out.shape for out in out_specs):
+        return list(map(_zeros, out_specs))  # not every backend accepts such calls
+    function: Callable = functools.partial(_run_kernel_on_slice, op_call, entry)
+    in_axes_per_vmap = op_call.in_axes_per_vmap
+    if op_call.vmaps and op_call.vmaps[-1].batching_rule:
+        function = functools.partial(_run_batching_rule, op_call, op_call.vmaps[-1])
+        in_axes_per_vmap = in_axes_per_vmap[:-1]
+    return _replay_vmaps(function, in_axes_per_vmap, ins, vmap_function)
+
+
+def _check_lowerable(title: str, closed_jaxpr: Any) -> None:
+    """Raise if a kernel has ordered effects, or uses traced values or vmap axes, which do not exist at lowering."""
+    for x in closed_jaxpr.consts:
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"{title}: a kernel or a batching rule must not use traced values of its closure. Got {x!r:.80}. "
+                "Pass the value as an operand: op(x, value, outs=...)."
+            )
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    for effect in closed_jaxpr.effects:
+        is_ordered = "Ordered" in type(effect).__name__  # when an op is lowered, JAX has no tokens for such effects
+        axis = getattr(effect, "name", None)  # the effect of a collective has the name of its axis
+        uses_vmap_axis = axis not in (None, *manual_axes)
+        if is_ordered or uses_vmap_axis:
+            raise NotImplementedError(
+                f"{title}: a kernel must not have ordered effects, such as jax.debug.print(..., ordered=True), nor "
+                f"use axes of a vmap. It has {effect}. Remove it, or call the generator's function instead of the op."
+            )
+
+
+def _run_batching_rule(op_call: _OpCall, vmap: _RecordedVmap, *ins: Any) -> list:
+    """Return the outputs of the user's batching rule, with the batch axis in front."""
+    subject = f"The batching rule of {op_call.op.name!r}"
+    returned = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
+    outputs, axes = _checked_pair(subject, returned, "outputs, axes")
+    if not isinstance(outputs, (list, tuple)):
+        outputs, axes = [outputs], [axes]
+    if not isinstance(axes, (list, tuple)) or len(outputs) != len(axes):
+        raise ValueError(
+            f"{subject} must return an axis for each output. It returned {_counted(len(outputs), 'output')} and the "
+            f"axes {axes}. Return (outputs, [0] * len(outputs)) if the batch axes are in front."
+        )
+    in_front = [_batch_in_front(x, axis, vmap.size) for x, axis in zip(outputs, axes)]
+    expected = dataclasses.replace(op_call, vmaps=(vmap,)).batched_out_specs
+    return _checked_arrays(subject, in_front, "outs declares, with the batch axis in front,", expected)
+
+
+def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
+    """Batch an op, or a primitive that has no batching rule.
+
+        general_batching_rule(prim, args, axes, **params) -> (outputs, output_axes)
+
+    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel.  For any other
+    primitive or function, `jax.lax.map` runs the batch elements one after another.
+
+    Args:
+      prim: an `XLACustomKernel`, its `primitive`, another primitive, or a function of arrays.
+      args: a sequence of operands.
+      axes: the batch axis of each operand, or None for an unbatched operand.  At least one is not None.
+      params: the parameters of the primitive.  An op needs `outs`, as specs of one batch element.
+
+    Returns:
+      The outputs, and the batch axis of each output, which is 0, in the same structure.
+
+    Raises:
+      TypeError: if `prim` is an op and `outs` is missing or is a function.
+
+    Example:
+      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
+      >>> print(out.shape, axis)
+      (5,) 0
+    """
+    vmap, ins = _record_vmap(args, axes)
+    primitive = prim.primitive if isinstance(prim, XLACustomKernel) else prim
+    if isinstance(primitive, _OpPrimitive):
+        outs = params.get("outs")
+        if outs is None or callable(outs):
+            raise TypeError(
+                f"general_batching_rule needs outs of {primitive.op.title}, as specs of one batch element. Got "
+                f"{outs!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
+            )
+        op_call = primitive.make_op_call(**params)
+        outputs = op_call.out_tree.unflatten(op_call.under_vmap(vmap).bind(*ins))
+    else:
+        function = functools.partial(prim.bind if isinstance(prim, Primitive) else prim, **params)
+        outputs = _sequential_vmap(function, vmap.in_axes)(*ins)
+    return outputs, jax.tree.map(lambda _: 0, outputs)
+
+
+# -- 11.5 Kernels: from a registered kernel to the outputs of one slice --------------------------------
 
 
 def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
     """Return a generator: the user's own, or one that returns a decorated kernel or wrapper."""
     subject = f"the kernel of backend {backend!r} of {title}"
-    decorated_backend = _decorated_backend(kg)
-    if decorated_backend:
-        wrap = _BACKENDS[decorated_backend].wrap
-        try:
-            inspect.signature(wrap).bind(kg, (), **options)
-        except TypeError as error:
-            raise TypeError(
-                f"The options of a decorated kernel are those of {wrap.__name__}. For {subject}: {error}. Remove "
-                "this option, or correct its name. Pass outs to the call: op(x, outs=...)."
-            ) from None
-    elif options:
-        raise TypeError(
-            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {subject}. Decorate the "
-            "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
-        )
-    if decorated_backend or isinstance(kg, _Wrapper):
+    _check_kernel_options(subject, kg, options)
+    if _decorated_backend(kg) or isinstance(kg, _Wrapper):
         return functools.partial(_generate_fixed_kernel, kg)
     if not callable(kg):
         raise TypeError(
@@ -8063,6 +8365,31 @@ def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
         )
     advice = f" A plain function is a generator, which returns the kernel. {_kernel_advice(backend)}"
     return _with_checked_signature(kg, f"{title}: the generator of backend {backend!r}", advice)
+
+
+def _check_kernel_options(subject: str, kg: Any, options: dict) -> None:
+    """Raise if the options of a registration are not those of the wrapper of the kernel."""
+    if not options:
+        return
+    if "outs" in options:
+        raise TypeError(
+            f"The outputs of an op are declared by its calls, not by its kernels. Got outs={options['outs']!r:.80} for "
+            f"{subject}. Pass outs to the call: op(x, outs=...)."
+        )
+    decorated_backend = _decorated_backend(kg)
+    if decorated_backend is None:
+        raise TypeError(
+            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {subject}. Decorate the "
+            "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
+        )
+    wrap = _BACKENDS[decorated_backend].wrap
+    try:
+        inspect.signature(wrap).bind(kg, (), **options)
+    except TypeError as error:
+        raise TypeError(
+            f"The options of a decorated kernel are those of {wrap.__name__}. For {subject}: {error}. Remove this "
+            "option, or correct its name."
+        ) from None
 
 
 def _generate_fixed_kernel(kernel: Any, /, outs: tuple, **params: Any) -> Any:
@@ -8101,13 +8428,21 @@ def _with_checked_signature(fun: Callable, subject: str, advice: str = "") -> Ca
     return wrapped
 
 
-def _run_kernel(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
+def _kernel_advice(backend: str) -> str:
+    """Return the advice for a kernel that was registered where a generator is expected."""
+    if backend in _BACKENDS:
+        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
+    return "To register a function f of arrays, pass lambda: f."
+
+
+def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
     """Return the outputs of a kernel for one slice, as a flat list."""
     subject = f"{op_call.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
-    varying_axes = _all_varying_axes(map(jax.typeof, ins))
-    mesh, x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+    # Inside `shard_map`, the generator may need the axes over which the outputs vary, for example for `pallas_call`.
+    varying = _varying_kwargs(_all_varying_axes(map(jax.typeof, ins)))
+    outs = tuple([Spec(out.shape, out.dtype, **varying) for out in op_call.out_specs])
     try:
-        function = _generated_function(entry, op_call.outs, op_call.params, varying_axes, mesh, x64)
+        function = _generated_function(entry, outs, op_call.params, _trace_context())
         # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
         is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
         if is_plain_function and entry.backend in _BACKENDS:
@@ -8119,28 +8454,19 @@ def _run_kernel(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> list:
         advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
         error.add_note(f"Raised by {subject}.{advice}")
         raise
-    return _flatten_outputs(subject, returned, op_call)
+    return _checked_outputs(subject, returned, op_call)
 
 
 @functools.lru_cache(maxsize=4096)
 def _generated_function(
-    entry: KernelEntry, outs: tuple[Spec, ...], params: _StaticParams, varying_axes: frozenset, mesh: Any, x64: bool
+    entry: KernelEntry, outs: tuple[Spec, ...], params: _StaticParams, trace_context: tuple
 ) -> Callable:
     """Call a generator, and return its function.  If the generator returns a decorated kernel, return its wrapper.
 
-    Args:
-      entry: the registered kernel.
-      outs: the specs of one slice.
-      params: the static parameters of the call.
-      varying_axes: the manual mesh axes over which the operands vary.  The generator gets them in `outs`, and can pass
-        them on, for example to `pallas_call`.  Wrappers ignore them.
-      mesh, x64: the current mesh, and whether x64 is enabled.  Constants that the generator creates depend on both.
+    The cache calls a generator once for equal arguments.  `trace_context` is one of them, because the constants that a
+    generator creates depend on it.
     """
-    outs = tuple([Spec(out.shape, out.dtype, **_varying_kwargs(varying_axes)) for out in outs])
-    # Other traces reuse the constants that a generator creates, so they are evaluated now.  JAX evaluates nothing under
-    # manual axes, so these look automatic while the generator runs.  The function that it returns runs under them.
-    without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
-    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
+    with _evaluation_during_trace():
         function = entry.kernel_generator(**params, outs=outs)
         decorated_backend = _decorated_backend(function)
         if decorated_backend:
@@ -8158,411 +8484,137 @@ def _generated_function(
     return function
 
 
-def _kernel_advice(backend: str) -> str:
-    """Return the advice for a kernel that was registered where a generator is expected."""
-    if backend in _BACKENDS:
-        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
-    return "To register a function f of arrays, pass lambda: f."
+@contextlib.contextmanager
+def _evaluation_during_trace() -> Iterator[None]:
+    """Let JAX evaluate operations at once, although it traces a function.  Other traces can then use the results.
 
-
-def _flatten_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
-    """Return the outputs of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
-
-    Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
-    hold the outputs in another order.
+    JAX evaluates nothing under the manual mesh axes of `shard_map`, so these look automatic in this context.
     """
-    leaves, structure = jax.tree.flatten(returned)
-    # A dict with a single leaf is accepted, because a single leaf has only one order.
-    must_match_exactly = _contains_dict(op_call.tree) or (_contains_dict(structure) and len(leaves) > 1)
-    if must_match_exactly and structure != op_call.tree:
-        raise ValueError(
-            f"{subject} returned {structure}, but outs declares {op_call.tree}. If one of them is a dict, they must be "
-            "equal. Return what outs declares, or use a tuple or a NamedTuple."
-        )
-    return _checked_arrays(subject, leaves, "outs declares", op_call.outs, ", or correct outs")
-
-
-def _checked_pair(subject: str, returned: Any, expected: str) -> tuple:
-    """Return the pair that a rule returned, or raise if it is none."""
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        raise TypeError(f"{subject} must return a pair. Got {returned!r:.80}. Return {expected}.")
-    return tuple(returned)
-
-
-def _checked_arrays(
-    subject: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = ""
-) -> list:
-    """Return the values that a kernel or rule returned, as arrays.  Raise if their number, shapes or dtypes are wrong.
-
-    A value of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
-    value, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
-
-        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return
-        (float32[3], any), or None for zero.
-    """
-    # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
-    arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
-    shown = list(map(_format_spec, arrays))  # these texts hold exactly the shape and the dtype, so they are compared
-    wanted = ["any" if spec is None else _format_spec(spec) for spec in expected]
-    matches = [x is None or spec is None or a == b for x, spec, a, b in zip(arrays, expected, shown, wanted)]
-    if len(shown) == len(wanted) and all(matches):
-        return arrays
-    raise ValueError(
-        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return "
-        f"({', '.join(wanted)}){advice}."
-    )
-
-
-# -- 11.4 The primitive: its parameter, abstract evaluation and lowering -------------------------------
-# JAX's rules for the primitive use the kernels and the user's rules that are registered at that time.  JAX caches the
-# results, so a later registration may have to clear JAX's caches (`_was_traced`, `_lowered`).
-
-
-class _OpPrimitive(Primitive):
-    """The primitive of an op.  Its only parameter is an `_OpCall`.
-
-    BrainEvent binds it by hand, with `outs`, `backend` and static parameters instead.
-    """
-
-    multiple_results = True
-
-    def __init__(self, op: XLACustomKernel) -> None:
-        super().__init__(op.name)
-        self.op = op
-        _define_impl(self, "_op_call")  # the name of the parameter
-        self.def_abstract_eval(self.as_jax_rule(_op_abstract_eval))
-        ad.primitive_jvps[self] = self.as_jax_rule(_op_jvp)
-        ad.primitive_transposes[self] = self.as_jax_rule(_op_transpose)
-        batching.primitive_batchers[self] = self.as_jax_rule(_op_batching)
-        # `as_jax_rule` returns a new function for each platform.  If the platforms shared one, JAX would lower a call
-        # once for all of them.
-        for platform in (None, "cpu", "gpu", "tpu"):
-            mlir.register_lowering(self, self.as_jax_rule(_op_lowering), platform=platform)
-
-    def as_jax_rule(self, rule: Callable) -> Callable:
-        """Return a rule in JAX's calling convention from `rule(op_call, *args)`."""
-
-        def jax_rule(*args: Any, **params: Any) -> Any:
-            self.op._was_traced = True
-            return rule(self.make_op_call(**params), *args)
-
-        return jax_rule
-
-    def make_op_call(
-        self, /, outs: Any = (), backend: str | None = None, _op_call: _OpCall | None = None, **params: Any
-    ) -> _OpCall:
-        """Return `_op_call`.  If it is None, create it from the other parameters of a call."""
-        if _op_call:
-            return _op_call
-        specs, tree = _normalize_specs(outs, f"{self.op.title}: outs")
-        return _OpCall(self.op, tuple(specs), tree, backend, _StaticParams(params))
-
-    def bind(self, /, *args: Any, **params: Any) -> Any:
-        return super().bind(*_make_varying(args), _op_call=self.make_op_call(**params))
-
-
-class _RecordedVmap(NamedTuple):
-    """A `vmap` of an op (11.5).  The batch axis of each batched operand is in front."""
-
-    in_axes: tuple[int | None, ...]  # for each operand: 0, or None if it is unbatched
-    size: int
-    batching_rule: Any = None  # the user's rule; None: `jax.vmap` batches the kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class _OpCall:
-    """The outs, backend and static parameters of a call of an op, and the vmaps that were recorded so far."""
-
-    op: XLACustomKernel = dataclasses.field(repr=False)
-    outs: tuple[Spec, ...]  # the leaves of the user's outs, for one slice
-    tree: Any  # the structure of the user's outs
-    backend: str | None
-    params: _StaticParams
-    vmaps: tuple[_RecordedVmap, ...] = ()  # the outermost first
-
-    @property
-    def batched_outs(self) -> list[Spec]:
-        """The specs of the outputs, including the batch."""
-        batch_shape = [vmap.size for vmap in self.vmaps]
-        return [Spec((*batch_shape, *out.shape), out.dtype) for out in self.outs]
-
-    @property
-    def in_axes_per_vmap(self) -> list[tuple[int | None, ...]]:
-        """The `in_axes` of each recorded vmap, the outermost first."""
-        return [vmap.in_axes for vmap in self.vmaps]
-
-    @property
-    def rule_params(self) -> dict[str, Any]:
-        """The keyword arguments of the user's rules."""
-        return {**self.params, "outs": self.outs, "backend": self.backend}
-
-    @functools.cached_property
-    def jitted(self) -> Callable:
-        """The compiled call, for operands that are arrays."""
-        return jax.jit(self.apply)
-
-    def apply(self, *ins: Any) -> Any:
-        """Bind the primitive, with the VJP rule if there is one, and return the outputs in the structure of outs."""
-        self.op._was_traced = True  # set here because a VJP rule need not bind the primitive
-        # `make_op_call` keeps 64-bit dtypes, because calls with and without x64 share an `_OpCall`.  Here they are
-        # truncated to 32 bits, unless x64 is enabled, or an operand has the same dtype.
-        outs, _ = _normalize_specs(self.outs, f"{self.op.title}: outs", _input_specs(ins))
-        op_call = dataclasses.replace(self, outs=tuple(outs))
-        op_call.check_kernel(ins)
-        rule = self.op._rules.get("vjp")
-        outputs = _bind_with_vjp(op_call, ins, *rule) if rule else op_call.bind(*ins)
-        return self.tree.unflatten(outputs)
-
-    def check_kernel(self, ins: Sequence) -> None:
-        """On a machine with only CPUs, trace the kernel, so that its errors are raised at the user's call.
-
-        Otherwise the lowering, which comes later, reports them.
-        """
-        if jax.default_backend() != "cpu" or _default_platform() != "cpu":
-            return  # the machine has a GPU, so the program may be for the GPU or the CPU, each with its own kernel
-        entry = self.op._find_entry("cpu", self.backend)
-        if entry:
-            mesh, x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
-            _check_kernel_once(self, entry, tuple(map(jax.typeof, ins)), mesh, x64)
-
-    def bind(self, *ins: Any) -> list:
-        """Bind the primitive, and return the outputs as a flat list."""
-        return self.op.primitive.bind(*ins, _op_call=self)
-
-    def under_vmap(self, vmap: _RecordedVmap) -> _OpCall:
-        """Return this call with one more recorded vmap, the outermost."""
-        return dataclasses.replace(self, vmaps=(vmap, *self.vmaps))
-
-    def kernel_jaxpr(self, entry: KernelEntry, avals: Sequence) -> Any:
-        """Return the jaxpr of a kernel under the recorded vmaps.
-
-        If the kernel calls a primitive without a batching rule, the slices run one after another.
-        """
-
-        def trace(vmap_function: Callable) -> Any:
-            return jax.make_jaxpr(functools.partial(_run_batch, self, entry, vmap_function))(*avals)
-
-        try:
-            closed_jaxpr = trace(jax.vmap)
-        except NotImplementedError as error:
-            if not str(error).startswith("Batching rule for"):
-                raise
-            closed_jaxpr = trace(_sequential_vmap)
-        _check_lowerable(self.op.title, closed_jaxpr)
-        return closed_jaxpr
-
-
-@functools.lru_cache(maxsize=4096)
-def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, avals: tuple, mesh: Any, x64: bool) -> None:
-    """Raise if a kernel cannot be traced.  The current mesh and x64 are arguments, because a trace depends on them."""
-    op_call.kernel_jaxpr(entry, avals)
-
-
-def _run_batch(op_call: _OpCall, entry: KernelEntry, vmap_function: Callable, *ins: Any) -> list:
-    """Return the outputs of a kernel under the recorded vmaps, with `jax.vmap` or `_sequential_vmap`."""
-    outs = op_call.batched_outs
-    if outs and all(0 in out.shape for out in outs):
-        return list(map(_zeros, outs))  # not every backend accepts such calls
-    function: Callable = functools.partial(_run_kernel, op_call, entry)
-    in_axes_per_vmap = op_call.in_axes_per_vmap
-    if op_call.vmaps and op_call.vmaps[-1].batching_rule:
-        function = functools.partial(_run_batching_rule, op_call, op_call.vmaps[-1])
-        in_axes_per_vmap = in_axes_per_vmap[:-1]
-    return _call_under_vmaps(function, in_axes_per_vmap, ins, vmap_function)
-
-
-def _check_lowerable(title: str, closed_jaxpr: Any) -> None:
-    """Raise if a kernel has ordered effects, or uses traced values or vmap axes, which do not exist at lowering."""
-    for x in closed_jaxpr.consts:
-        if isinstance(x, jax.core.Tracer):
-            raise TypeError(
-                f"{title}: a kernel or a batching rule must not use traced values of its closure. Got {x!r:.80}. "
-                "Pass the value as an operand: op(x, value, outs=...)."
-            )
-    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
-    for effect in closed_jaxpr.effects:
-        is_ordered = "Ordered" in type(effect).__name__  # when an op is lowered, JAX has no tokens for such effects
-        axis = getattr(effect, "name", None)  # the effect of a collective has the name of its axis
-        uses_vmap_axis = axis is not None and axis not in manual_axes
-        if is_ordered or uses_vmap_axis:
-            raise NotImplementedError(
-                f"{title}: a kernel must not have ordered effects, such as jax.debug.print(..., ordered=True), nor "
-                f"use axes of a vmap. It has {effect}. Remove it, or call the generator's function instead of the op."
-            )
-
-
-def _op_abstract_eval(op_call: _OpCall, *avals: Any) -> list:
-    """Return the abstract values of the outputs.  Their batch dimensions are sharded like those of the operands."""
-    # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one item of the
-    # PartitionSpec of each operand that it batches.
-    remaining_partitions = [iter(aval.sharding.spec) for aval in avals]
-    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
-    for in_axes in op_call.in_axes_per_vmap:
-        operand_axes.append([next(x) for x, axis in zip(remaining_partitions, in_axes) if axis == 0])
-    partition = _batch_partition(operand_axes)
-    return [_out_aval(out.shape, out.dtype, avals, partition) for out in op_call.batched_outs]
-
-
-def _op_lowering(op_call: _OpCall, ctx: Any, *ins: Any) -> Any:
-    """Lower the kernel of the backend for the platform that JAX compiles for."""
-    op = op_call.op
-    platform = _platform_name(_lowering_platforms(ctx)[0])
-    entry = op._select_entry(platform, op_call.backend)
-    op._lowered[platform, op_call.backend] = entry
-    closed_jaxpr = op_call.kernel_jaxpr(entry, ctx.avals_in)
-    return _lower(functools.partial(jax.core.eval_jaxpr, closed_jaxpr.jaxpr, closed_jaxpr.consts), ctx, ins)
-
-
-# -- 11.5 Batching: recorded vmaps ---------------------------------------------------------------------
-# Generators, `outs` and the user's derivative rules are for one slice.  The backend, which knows how to run a batch, is
-# chosen at lowering.  So a `vmap` of an op is only recorded, and applied to the kernel at lowering.  For example, with
-# x: float32[8,3] and w: float32[3]:
-#
-#     jax.vmap(lambda x, w: op(x, w, outs=x), (0, None))(x, w)
-#
-#     before vmap     bind(x, w)  on slices of x     vmaps = ()
-#     after vmap      bind(x, w)  on all of x        vmaps = (_RecordedVmap(in_axes=(0, None), size=8),)
-#     at lowering     jax.vmap(run_kernel, (0, None))(x, w)
-#
-# If JAX differentiates the op between the last two steps, the user's rule is vmapped in the same way (11.6).
-#
-# An op may have its own batching rule:
-#
-# - Without a JVP or transpose rule, the batching rule runs at once, like any batching rule of JAX.  It can use traced
-#   values.  JAX differentiates its operations, unless the op has a VJP rule.
-# - With a JVP or transpose rule, the batching rule runs at lowering, for the innermost recorded vmap.  If it ran at
-#   once, JAX would differentiate its operations instead of using the rule of the op.  Their derivatives may differ from
-#   those of the op (surrogate gradients), or not exist.
-# - If the batching rule calls `general_batching_rule`, the vmap that this call records does not use the batching rule
-#   again, to avoid endless recursion.
-
-
-def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None], /, **params: Any) -> tuple:
-    """Batch an op, or a primitive that has no batching rule.
-
-        general_batching_rule(prim, args, axes, **params) -> (outputs, output_axes)
-
-    For an op, this is the default: the vmap is recorded, and the chosen backend batches its kernel.  For any other
-    primitive or function, `jax.lax.map` runs the batch elements one after another.
-
-    Args:
-      prim: an `XLACustomKernel`, its `primitive`, another primitive, or a function of arrays.
-      args: a sequence of operands.
-      axes: the batch axis of each operand, or None for an unbatched operand.  At least one is not None.
-      params: the parameters of the primitive.  An op needs `outs`, as specs of one batch element.
-
-    Returns:
-      The outputs, and the batch axis of each output, which is 0, in the same structure.
-
-    Raises:
-      TypeError: if `prim` is an op and `outs` is missing or is a function.
-
-    Example:
-      >>> out, axis = general_batching_rule(lambda x, y: x @ y, (np.ones((5, 3)), np.ones(3)), (0, None))
-      >>> print(out.shape, axis)
-      (5,) 0
-    """
-    vmap, ins = _record_vmap(args, axes)
-    primitive = prim.primitive if isinstance(prim, XLACustomKernel) else prim
-    if isinstance(primitive, _OpPrimitive):
-        if "outs" not in params or callable(params["outs"]):
-            raise TypeError(
-                f"general_batching_rule needs outs of {primitive.op.title}, as specs of one batch element. Got "
-                f"{params.get('outs')!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
-            )
-        op_call = primitive.make_op_call(**params)
-        outputs = op_call.tree.unflatten(op_call.under_vmap(vmap).bind(*ins))
-    else:
-        function = functools.partial(prim.bind if isinstance(prim, Primitive) else prim, **params)
-        outputs = _sequential_vmap(function, vmap.in_axes)(*ins)
-    return outputs, jax.tree.map(lambda _: 0, outputs)
-
-
-def _op_batching(op_call: _OpCall, args: Sequence, axes: Sequence) -> tuple:
-    """Record a vmap, or run the user's batching rule."""
-    rules = op_call.op._rules
-    batching_rule = None if op_call.vmaps else rules.get("batching")  # only for the innermost vmap
-    vmap, ins = _record_vmap(args, axes, batching_rule)
-    if batching_rule and "jvp" not in rules and "transpose" not in rules:
-        outputs = _run_batching_rule(op_call, vmap, *ins)
-    else:
-        outputs = op_call.under_vmap(vmap).bind(*ins)
-    return outputs, [0] * len(outputs)
-
-
-def _record_vmap(
-    args: Sequence, axes: Sequence[int | None], batching_rule: Callable | None = None
-) -> tuple[_RecordedVmap, list]:
-    """Return the record of a vmap, and the operands with the batch axis in front."""
-    in_axes = tuple([None if axis is None else 0 for axis in axes])
-    ins = [jax.numpy.moveaxis(x, axis, 0) if axis else x for x, axis in zip(args, axes)]  # None or 0: nothing to move
-    return _RecordedVmap(in_axes, ins[in_axes.index(0)].shape[0], batching_rule), ins
-
-
-def _run_batching_rule(op_call: _OpCall, vmap: _RecordedVmap, *ins: Any) -> list:
-    """Return the outputs of the user's batching rule, with the batch axis in front."""
-    subject = f"The batching rule of {op_call.op.name!r}"
-    returned = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
-    outputs, axes = _checked_pair(subject, returned, "outputs, axes")
-    if not isinstance(outputs, (list, tuple)):
-        outputs, axes = [outputs], [axes]
-    if not isinstance(axes, (list, tuple)) or len(outputs) != len(axes):
-        raise ValueError(
-            f"{subject} must return an axis for each output. It returned {_counted(len(outputs), 'output')} and the "
-            f"axes {axes}. Return (outputs, [0] * len(outputs)) if the batch axes are in front."
-        )
-    in_front = [_batch_in_front(x, axis, vmap.size) for x, axis in zip(outputs, axes)]
-    expected = [Spec((vmap.size, *out.shape), out.dtype) for out in op_call.outs]
-    return _checked_arrays(subject, in_front, "outs declares, with the batch axis in front,", expected)
-
-
-def _call_under_vmaps(
-    function: Callable, in_axes_per_vmap: Sequence, args: Sequence, vmap_function: Callable = jax.vmap
-) -> Any:
-    """Call a function for one slice under vmaps, which are given by their `in_axes`, the outermost first.
-
-    `args` may contain symbolic zeros and undefined primals.  They are pytrees without leaves, which `jax.vmap` does not
-    slice, so they are sliced here.
-    """
-    for in_axes in in_axes_per_vmap:
-        args = list(map(_slice_if_symbolic, args, in_axes))
-    for in_axes in reversed(in_axes_per_vmap):  # the innermost is applied first
-        function = vmap_function(function, in_axes)
-    return function(*args)
-
-
-def _slice_if_symbolic(x: Any, axis: int | None) -> Any:
-    """Return a symbolic zero or undefined primal with the shape of one slice, and anything else unchanged."""
-    if axis is None or type(x) not in _SYMBOLIC_TYPES:
-        return x
-    return type(x)(_out_aval(x.aval.shape[1:], x.aval.dtype, [x.aval], x.aval.sharding.spec[1:]))
-
-
-def _sequential_vmap(function: Callable, in_axes: tuple) -> Callable:
-    """Return a function like `jax.vmap(function, in_axes)` that runs one slice after another."""
-
-    def mapped(*ins: Any) -> Any:
-        def run_slice(slices: list) -> Any:
-            remaining = iter(slices)
-            return function(*[x if axis is None else next(remaining) for x, axis in zip(ins, in_axes)])
-
-        return jax.lax.map(run_slice, [x for x, axis in zip(ins, in_axes) if axis is not None])
-
-    return mapped
+    mesh = jax.sharding.get_abstract_mesh()
+    without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(without_manual):
+        yield
 
 
 # -- 11.6 Derivatives: rules for one slice -------------------------------------------------------------
 # The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
-# are applied to the rule.  For x: float32[8,3] and w: float32[3] with `in_axes` (0, None), as in 11.5, each array that
-# a rule takes or returns has the shape [3]:
+# are applied to the rule.  In the example of 11.4, each array that a rule takes or returns has the shape [3]:
 #
 #     the JVP rule takes           x, w, and their tangents (in_axes 0, None, 0, None)
 #     the JVP rule returns         out, and its tangent
 #     the transpose rule takes     out's cotangent, x and w (in_axes 0, 0, None)
 #     the transpose rule returns   the cotangents of x and w
 #
-# Under the vmap, the cotangent of w has the shape [8,3], because each slice contributes one.  `_op_transpose` adds them
-# up.
+# Under the vmap, each slice contributes a cotangent of w, so it has the shape [8,3].  `_op_transpose` adds these up.
+
+
+def _op_jvp(primals: Sequence, tangents: Sequence, *, _op_call: _OpCall) -> tuple:
+    """Apply the op's JVP rule under the recorded vmaps."""
+    op = _op_call.op
+    apply_rule = op._rules.jvp
+    if apply_rule is None:
+        raise NotImplementedError(
+            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
+            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
+        )
+    slice_call = dataclasses.replace(_op_call, vmaps=())
+    n_primals = len(primals)
+
+    def jvp_of_slice(*values: Any) -> tuple:
+        return apply_rule(slice_call, values[:n_primals], values[n_primals:])
+
+    in_axes_per_vmap = [(*in_axes, *in_axes) for in_axes in _op_call.in_axes_per_vmap]  # the tangents are batched alike
+    outputs, tangents_out = _replay_vmaps(jvp_of_slice, in_axes_per_vmap, [*primals, *tangents])
+    return outputs, _with_zero_tangents(outputs, tangents_out)
+
+
+def _apply_jvp_rule(rule: Callable, op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
+    """Return the outputs of one slice, and their tangents.  `rule` is the argument of `def_jvp_rule`."""
+    subject = f"The JVP rule of {op_call.op.name!r}"
+    returned = rule(primals, tangents, **op_call.rule_params)
+    outputs, tangents_out = _checked_pair(subject, returned, "outputs, tangents")
+    outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.out_specs)
+    return outputs, _checked_tangents(subject, tangents_out, "the outputs are", map(jax.typeof, outputs))
+
+
+def _apply_jvp_rule2(rules: Sequence, op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
+    """Return the outputs of one slice, and their tangents.  `rules` are the arguments of `def_jvp_rule2`."""
+    outputs = op_call.bind(*primals)
+    return outputs, _sum_jvp_terms(op_call.op.name, rules, primals, tangents, outputs, op_call.rule_params)
+
+
+def _sum_jvp_terms(
+    name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
+) -> list:
+    """Return the sum of the output tangents of the rules, which are one for each operand.  None means zero."""
+    if len(rules) != len(primals):
+        raise ValueError(
+            f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
+            f"Pass {len(primals)} rules to def_jvp_rule2 or defjvp."
+        )
+    avals = list(map(jax.typeof, outputs))
+    totals: list = [None] * len(outputs)
+    for i, (rule, tangent) in enumerate(zip(rules, tangents)):
+        if rule is None or type(tangent) is ad.Zero:
+            continue
+        subject = f"The JVP rule of {name!r} for operand {i}"
+        terms = _checked_tangents(subject, rule(tangent, *primals, **params), "the outputs are", avals)
+        for j, term in enumerate(terms):
+            if term is not None:
+                totals[j] = term if totals[j] is None else ad.add_tangents(totals[j], term)
+    return totals
+
+
+def _with_zero_tangents(outputs: Sequence, tangents: Sequence) -> list:
+    """Return the tangents of outputs, with symbolic zeros instead of None."""
+    return [_zero_tangent(x) if tangent is None else tangent for x, tangent in zip(outputs, tangents)]
+
+
+def _op_transpose(cts: Sequence, *operands: Any, _op_call: _OpCall) -> list:
+    """Apply the op's transpose rule under the recorded vmaps."""
+    op = _op_call.op
+    rule = op._rules.transpose
+    if rule is None:
+        raise NotImplementedError(
+            f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
+            "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
+        )
+    if all(type(ct) is ad.Zero for ct in cts):
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    n_cts = len(cts)
+
+    def transpose_of_slice(*values: Any) -> list:
+        ct_slices, xs = list(values[:n_cts]), values[n_cts:]
+        avals = [x.aval if ad.is_undefined_primal(x) else None for x in xs]
+        returned = rule(ct_slices, *xs, **_op_call.rule_params)
+        return _checked_tangents(f"The transpose rule of {op.name!r}", returned, "the operands are", avals)
+
+    in_axes_per_vmap = [(*[0] * n_cts, *in_axes) for in_axes in _op_call.in_axes_per_vmap]  # each output is batched
+    cts_out = _replay_vmaps(transpose_of_slice, in_axes_per_vmap, [*cts, *operands])
+    for i, ct in enumerate(cts_out):
+        if ct is not None:
+            # The dimensions of the vmaps in which this operand is unbatched.
+            summed_dims = [d for d, vmap in enumerate(_op_call.vmaps) if vmap.in_axes[i] is None]
+            cts_out[i] = jax.lax.reduce_sum(ct, summed_dims)
+    return cts_out
+
+
+def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
+    """Bind the primitive with the op's VJP rule."""
+    avals = list(map(jax.typeof, ins))
+    params = op_call.rule_params
+    subject = f"of the VJP rule of {op_call.op.name!r}"
+
+    def forward(*ins: Any) -> tuple:
+        expected = "outputs, residuals (None if bwd needs none)"
+        outputs, residuals = _checked_pair(f"fwd {subject}", fwd(*ins, **params), expected)
+        return _checked_outputs(f"fwd {subject}", outputs, op_call), residuals
+
+    def backward(residuals: Any, cotangents: Any) -> tuple:
+        returned = bwd(residuals, op_call.out_tree.unflatten(cotangents), **params)
+        return tuple(_checked_tangents(f"bwd {subject}", returned, "the operands are", avals))
+
+    return _with_vjp(op_call.bind, forward, backward)(*ins)
 
 
 def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
@@ -8604,113 +8656,62 @@ def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any,
     """Apply the rules of `defjvp` to a primitive that is not an op."""
     returned = primitive.bind(*primals, **params)
     outputs = returned if primitive.multiple_results else [returned]
-    tangents_out = _sum_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
-    tangents_out = _with_zero_tangents(outputs, tangents_out)
+    terms = _sum_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
+    tangents_out = _with_zero_tangents(outputs, terms)
     return returned, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
-def _with_zero_tangents(outputs: Sequence, tangents: Sequence) -> list:
-    """Return the tangents of outputs, with symbolic zeros instead of None."""
-    return [_zero_tangent(x) if tangent is None else tangent for x, tangent in zip(outputs, tangents)]
+# -- 11.7 Checks of the results of kernels and rules ---------------------------------------------------
 
 
-def _sum_jvp_terms(
-    name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
-) -> list:
-    """Return the sum of the output tangents of the rules, which are one for each operand.  None means zero."""
-    if len(rules) != len(primals):
+def _checked_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
+    """Return the outputs of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
+
+    Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
+    hold the outputs in another order.
+    """
+    leaves, structure = jax.tree.flatten(returned)
+    # A dict with a single leaf is accepted, because a single leaf has only one order.
+    must_match_exactly = _contains_dict(op_call.out_tree) or (_contains_dict(structure) and len(leaves) > 1)
+    if must_match_exactly and structure != op_call.out_tree:
         raise ValueError(
-            f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
-            f"Pass {len(primals)} rules to def_jvp_rule2 or defjvp."
+            f"{subject} returned {structure}, but outs declares {op_call.out_tree}. If one of them is a dict, they "
+            "must be equal. Return what outs declares, or use a tuple or a NamedTuple."
         )
-    avals = list(map(jax.typeof, outputs))
-    totals: list = [None] * len(outputs)
-    for i, (rule, tangent) in enumerate(zip(rules, tangents)):
-        if rule is None or type(tangent) is ad.Zero:
-            continue
-        subject = f"The JVP rule of {name!r} for operand {i}"
-        terms = _checked_tangents(subject, rule(tangent, *primals, **params), "the outputs are", avals)
-        for j, term in enumerate(terms):
-            if term is not None:
-                totals[j] = term if totals[j] is None else ad.add_tangents(totals[j], term)
-    return totals
+    return _checked_arrays(subject, leaves, "outs declares", op_call.out_specs, ", or correct outs")
 
 
-def _op_jvp(op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
-    """Apply the op's JVP rule under the recorded vmaps."""
-    op = op_call.op
-    rule = op._rules.get("jvp")
-    if rule is None:
-        raise NotImplementedError(
-            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
-            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
-        )
-    subject = f"The JVP rule of {op.name!r}"
-    slice_call = dataclasses.replace(op_call, vmaps=())
-    n_primals = len(primals)
-
-    def jvp_of_slice(*values: Any) -> tuple:
-        xs, ts = values[:n_primals], values[n_primals:]  # slices of the primals and tangents
-        if isinstance(rule, list):  # the rules of `def_jvp_rule2`, one for each operand
-            outputs = slice_call.bind(*xs)
-            return outputs, _sum_jvp_terms(op.name, rule, xs, ts, outputs, op_call.rule_params)
-        outputs, tangents_out = _checked_pair(subject, rule(xs, ts, **op_call.rule_params), "outputs, tangents")
-        outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.outs)
-        return outputs, _checked_tangents(subject, tangents_out, "the outputs are", list(map(jax.typeof, outputs)))
-
-    in_axes_per_vmap = [(*in_axes, *in_axes) for in_axes in op_call.in_axes_per_vmap]  # the tangents are batched alike
-    outputs, tangents_out = _call_under_vmaps(jvp_of_slice, in_axes_per_vmap, [*primals, *tangents])
-    return outputs, _with_zero_tangents(outputs, tangents_out)
+def _checked_pair(subject: str, returned: Any, expected: str) -> Any:
+    """Return the pair that a rule returned, or raise if it is none."""
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise TypeError(f"{subject} must return a pair. Got {returned!r:.80}. Return {expected}.")
+    return returned
 
 
-def _op_transpose(op_call: _OpCall, cts: Sequence, *operands: Any) -> list:
-    """Apply the op's transpose rule under the recorded vmaps."""
-    op = op_call.op
-    rule = op._rules.get("transpose")
-    if rule is None:
-        raise NotImplementedError(
-            f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
-            "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
-        )
-    if all(type(ct) is ad.Zero for ct in cts):
-        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
-    n_cts = len(cts)
+def _checked_arrays(
+    subject: str, returned: Sequence, expected_phrase: str, expected: Sequence, advice: str = ""
+) -> list:
+    """Return the values that a kernel or rule returned, as arrays.  Raise if their number, shapes or dtypes are wrong.
 
-    def transpose_of_slice(*values: Any) -> list:
-        ct_slices, xs = list(values[:n_cts]), values[n_cts:]
-        avals = [x.aval if ad.is_undefined_primal(x) else None for x in xs]
-        returned = rule(ct_slices, *xs, **op_call.rule_params)
-        return _checked_tangents(f"The transpose rule of {op.name!r}", returned, "the operands are", avals)
+    A value of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
+    value, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
 
-    in_axes_per_vmap = [(*[0] * n_cts, *in_axes) for in_axes in op_call.in_axes_per_vmap]  # each output is batched
-    cts_out = _call_under_vmaps(transpose_of_slice, in_axes_per_vmap, [*cts, *operands])
-    for i, ct in enumerate(cts_out):
-        if ct is not None:
-            # the dimensions of the vmaps in which this operand is unbatched: each slice contributes a cotangent
-            summed_dims = [d for d, vmap in enumerate(op_call.vmaps) if vmap.in_axes[i] is None]
-            cts_out[i] = jax.lax.reduce_sum(ct, summed_dims)
-    return cts_out
+        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return
+        (float32[3], any), or None for zero.
+    """
+    # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
+    arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
+    shown = list(map(_format_spec, arrays))  # these texts hold exactly the shape and the dtype, so they are compared
+    wanted = ["any" if spec is None else _format_spec(spec) for spec in expected]
+    if len(shown) == len(wanted) and all(a in (b, "None") or b == "any" for a, b in zip(shown, wanted)):
+        return arrays
+    raise ValueError(
+        f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return "
+        f"({', '.join(wanted)}){advice}."
+    )
 
 
-def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable) -> list:
-    """Bind the primitive with the op's VJP rule."""
-    avals = list(map(jax.typeof, ins))
-    params = op_call.rule_params
-    subject = f"of the VJP rule of {op_call.op.name!r}"
-
-    def forward(*ins: Any) -> tuple:
-        expected = "outputs, residuals (None if bwd needs none)"
-        outputs, residuals = _checked_pair(f"fwd {subject}", fwd(*ins, **params), expected)
-        return _flatten_outputs(f"fwd {subject}", outputs, op_call), residuals
-
-    def backward(residuals: Any, cotangents: Any) -> tuple:
-        returned = bwd(residuals, op_call.tree.unflatten(cotangents), **params)
-        return tuple(_checked_tangents(f"bwd {subject}", returned, "the operands are", avals))
-
-    return _with_vjp(op_call.bind, forward, backward)(*ins)
-
-
-def _checked_tangents(subject: str, returned: Any, expected_phrase: str, avals: Sequence) -> list:
+def _checked_tangents(subject: str, returned: Any, expected_phrase: str, avals: Iterable) -> list:
     """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
 
     A rule may return a zero as None, `ad.Zero` or an undefined primal.  A value is dropped, which leaves None, if its
@@ -8724,7 +8725,7 @@ def _checked_tangents(subject: str, returned: Any, expected_phrase: str, avals: 
     return [None if x is None or like is None else _sharded_like(x, like) for x, like in zip(arrays, expected)]
 
 
-# -- 11.7 Timing ---------------------------------------------------------------------------------------
+# -- 11.8 Timing ---------------------------------------------------------------------------------------
 
 
 class _BenchmarkRow(NamedTuple):
@@ -8760,7 +8761,7 @@ def _max_difference(outputs: Any, reference: Any) -> float:
     maxima = [0.0]
     for leaves in zip(jax.tree.leaves(outputs), jax.tree.leaves(reference)):
         x, y = [np.asarray(leaf, complex) for leaf in leaves]  # bools cannot be subtracted
-        differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
+        differs = ~np.isclose(x, y, 0, 0, equal_nan=True)
         maxima.append(np.max(np.abs(x[differs] - y[differs]), initial=0.0))
     return np.max(maxima)
 
@@ -8783,8 +8784,7 @@ def _make_numba_check() -> Callable:
     """Return a wrapper of Numba for the self-check."""
 
     def kernel(x: Any, y: Any, out: Any) -> None:
-        for i in range(x.size):
-            out[i] = 2 * x[i] + y[i]
+        out[:] = 2 * x + y
 
     return numba_kernel(kernel, outs=lambda x, y: x)
 
