@@ -7412,9 +7412,10 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
 #           _op_batching               under `vmap`: records the vmap in the `_OpCall`
 #           _op_jvp, _op_transpose     under `grad`: call the user's rules
 #           _op_lowering               chooses the `KernelEntry` for the platform and the backend
-#             _kernel_jaxpr            traces the kernel under the recorded vmaps
-#               _run_kernel_on_slice   calls the kernel
-#                 _generated_function  calls the generator, once for equal static parameters
+#             _kernel_jaxpr            traces the kernel
+#               _run_kernel_on_batch   applies the recorded vmaps
+#                 _run_kernel_on_slice   calls the kernel
+#                   _generated_function  calls the generator, once for equal arguments
 #
 # A generator is a function of the static parameters that returns the kernel.  In this section, a rule is always a
 # function of the user, such as a JVP rule, and `ins` are the operands of a call.  Outputs have three forms:
@@ -7468,7 +7469,8 @@ class XLACustomKernel(_PickledByReference):
     Raises:
       TypeError: if a parameter is not hashable (such as a traced value), or if an operand is not an array.
       ValueError: if the backend is not registered, or if the outputs of a kernel do not match `outs`.
-      NotImplementedError: if no kernel is registered for the platform, or if JAX needs a rule that is not defined.
+      NotImplementedError: if no kernel is registered for the platform and `backend` is None, or if JAX needs a rule
+        that is not defined.
       Exception: errors of generators and kernels, with a note that names the op and the backend.
 
     Example:
@@ -7495,21 +7497,21 @@ class XLACustomKernel(_PickledByReference):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
         has_tracers = False
-        # Only convert inputs if one of them is not a Python scalar or an array of exactly these types.
+        # `_INPUT_TYPES` has the types of Python scalars and arrays that need no conversion.  Tracers are not among them.
         if not _INPUT_TYPES.issuperset(map(type, ins)):
             ins, has_tracers = _convert_inputs(ins, self.title)
         declared_outs = outs
         if callable(outs):
             avals = [getattr(x, "aval", None) or jax.typeof(x) for x in ins]  # `typeof` alone is slower
             declared_outs = _call_with_specs(outs, self.title, "outs", avals)
-        key = (_outs_key(declared_outs), backend, _StaticParams(params) if params else None)  # None is quicker
+        key = (_outs_key(declared_outs), backend, _StaticParams(params) if params else None)
         try:
             op_call = self._op_calls[key]
         except (KeyError, TypeError):  # the key is new, or not hashable
             _check_hashable(self.title, params)
             op_call = self.primitive.make_op_call(declared_outs, backend, **params)
             with contextlib.suppress(TypeError):  # the key is not hashable if a shape in outs contains arrays
-                op_call = self._op_calls.keep(key, op_call)
+                op_call = self._op_calls.keep(key, op_call)  # or an equal one, from another thread
         return op_call.apply(*ins) if has_tracers else op_call.jitted(*ins)
 
     def __repr__(self) -> str:
@@ -7545,7 +7547,7 @@ class XLACustomKernel(_PickledByReference):
         Raises:
           TypeError: if an option is unknown, if there are options for a generator, or if a shorthand gets a decorated
             kernel of another backend.
-          ValueError: if `platform` is not a platform of JAX, such as `"cuda12"`.
+          ValueError: if `platform` is a variant of one of JAX's names, such as `"cuda12"`.
 
         Example:
           >>> op = XLACustomKernel("power")
@@ -7662,9 +7664,11 @@ class XLACustomKernel(_PickledByReference):
         return kg
 
     def _normalize_platform(self, platform: str) -> str:
-        """Return the name under which kernels for a platform are registered, or raise if the name is misspelt."""
-        # Only variants of JAX's names are rejected, such as "CPU", "gpus", "cuda12" and "gpu:0".  Other names, such as
-        # "metal", are accepted, because plugins add platforms.
+        """Return the name under which kernels for a platform are registered.
+
+        Raise an error for a variant of one of JAX's names, such as "CPU", "gpus", "cuda12" and "gpu:0".  Other names,
+        such as "metal", are accepted, because plugins add platforms.
+        """
         match = re.fullmatch(r"(?i)(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform)
         if match and platform != match[1].lower():
             name = _platform_name(match[1].lower())
@@ -7702,7 +7706,7 @@ class XLACustomKernel(_PickledByReference):
         entries = dict(self._entries.get(platform, {}))  # a copy, because threads may register kernels
         if backend is None:
             backend = self._explicit_defaults.get(platform)
-        if backend is None:  # choose the first kernel that is not a fallback
+        if backend is None:  # choose the first kernel that is not a fallback, or the first fallback
             return min(entries.values(), key=operator.attrgetter("fallback"), default=None)
         return entries.get(backend)
 
@@ -7824,8 +7828,9 @@ class XLACustomKernel(_PickledByReference):
         A JVP rule and a VJP rule replace each other.
 
         Args:
-          fwd: a function.  Its outputs are usually those of the op.  `params` is described in `def_jvp_rule`.  Its item
-            `outs` is a flat tuple, but the outputs and cotangents have the structure of the call's `outs`.
+          fwd: a function.  Its outputs are usually those of the op.  `params` is described in `def_jvp_rule`.  The
+            parameter `outs` is a flat tuple of specs, such as `(spec,)` after a call with `outs=spec`.  The outputs and
+            cotangents have the structure of the argument of the call: here, they are arrays, not tuples.
           bwd: a function.  It returns a cotangent for each operand, or None for zero.
 
         Example:
@@ -8076,7 +8081,8 @@ class _OpCall:
         Otherwise the lowering, which comes later, reports them.
         """
         if jax.default_backend() != "cpu" or _default_platform() != "cpu":
-            return  # the machine has a GPU, so the program may be for the GPU or the CPU, each with its own kernel
+            # Another platform exists, or is selected by `jax_default_device`, so the program may be for either one.
+            return
         entry = self.op._find_entry("cpu", self.backend)
         if entry:
             _check_kernel_once(self, entry, tuple(map(jax.typeof, ins)), _trace_context())
@@ -8110,7 +8116,7 @@ class _OpPrimitive(Primitive):
     def __init__(self, op: XLACustomKernel) -> None:
         super().__init__(op.name)
         self.op = op
-        _define_impl(self, "_op_call")  # the name of the parameter
+        _define_impl(self, "_op_call")  # the primitive's only parameter
         self.def_abstract_eval(_op_abstract_eval)
         ad.primitive_jvps[self] = _op_jvp
         ad.primitive_transposes[self] = self.transpose
@@ -8122,11 +8128,14 @@ class _OpPrimitive(Primitive):
     def make_op_call(
         self, /, outs: Any = (), backend: str | None = None, _op_call: _OpCall | None = None, **params: Any
     ) -> _OpCall:
-        """Return `_op_call`.  If it is None, create it from the declared outs, backend and static parameters."""
+        """Return `_op_call`.  If it is None, create it from the declared outs, backend and static parameters.
+
+        This also records that the op was called, see `_set_rules`.
+        """
         if _op_call:
             return _op_call
         self.op._was_called = True
-        out_specs, out_tree = _normalize_specs(outs, f"{self.op.title}: outs")
+        out_specs, out_tree = _normalize_specs(outs, f"{self.op.title}: outs")  # dtypes: see `with_dtypes_for`
         return _OpCall(self.op, tuple(out_specs), out_tree, backend, _StaticParams(params))
 
     def bind(self, /, *args: Any, **params: Any) -> Any:
@@ -8137,9 +8146,13 @@ class _OpPrimitive(Primitive):
 
 
 def _op_abstract_eval(*avals: Any, _op_call: _OpCall) -> list:
-    """Return the abstract values of the outputs.  Their batch dimensions are sharded like those of the operands."""
-    # The leading dimensions of an operand are the vmaps that batch it, in order.  So each vmap consumes one item of the
-    # PartitionSpec of each operand that it batches.
+    """Return the abstract values of the outputs.  Their batch dimensions are sharded like those of the operands.
+
+    For example, if x has the type float32[8@a,4@b,3], two vmaps batch it, and only the inner one batches w, of type
+    float32[4,3], then an output has the type float32[8@a,4@b,3].
+    """
+    # The first dimensions of an operand belong to the vmaps that batch it, the outermost first.  So each vmap takes the
+    # next item of the PartitionSpec of each operand that it batches.
     remaining_partitions = [iter(aval.sharding.spec) for aval in avals]
     operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
     for in_axes in _op_call.in_axes_per_vmap:
@@ -8150,6 +8163,7 @@ def _op_abstract_eval(*avals: Any, _op_call: _OpCall) -> list:
 
 def _op_lowering(ctx: Any, *ins: Any, _op_call: _OpCall) -> Any:
     """Lower the kernel of the backend for the platform that JAX compiles for."""
+    # There is only one platform, because each platform has a lowering rule of its own.
     platform = _platform_name(_lowering_platforms(ctx)[0])
     entry = _op_call.op._select_entry(platform, _op_call.backend)
     _op_call.op._lowered[platform, _op_call.backend] = entry
@@ -8169,13 +8183,15 @@ def _op_lowering(ctx: Any, *ins: Any, _op_call: _OpCall) -> Any:
 #     `_op_jvp`         under `grad`, runs   jax.vmap(JVP rule, (0, None, 0, None))(x, w, tangent of x, tangent of w)
 #     `_op_lowering`    lowers               jax.vmap(kernel, (0, None))(x, w)
 #
-# If the op has a batching rule, but no JVP or transpose rule, the batching rule runs at once, like any batching rule of
-# JAX.  It can use traced values.  JAX differentiates its operations, unless the op has a VJP rule.
+# A batching rule of the user is for the innermost vmap.  Outer vmaps are replayed with `jax.vmap`, around the rule.
 #
-# If the op also has a JVP or transpose rule, the innermost vmap is recorded with the batching rule, which runs at
-# lowering.  If it ran at once, JAX would differentiate its operations instead of using the rule of the op.  Their
-# derivatives may differ from those of the op (surrogate gradients), or not exist.  If the batching rule calls
-# `general_batching_rule`, that vmap is recorded without the batching rule, to avoid endless recursion.
+#     the op also has            the innermost vmap
+#     nothing, or a VJP rule     runs the batching rule at once, which can use traced values
+#     a JVP or transpose rule    is recorded with the batching rule, which runs at lowering
+#
+# If the batching rule ran at once in the second case, JAX would differentiate its operations instead of using the rule
+# of the op.  Their derivatives may differ from those of the op (surrogate gradients), or not exist.  If the batching
+# rule calls `general_batching_rule`, that vmap is recorded without the batching rule, to avoid endless recursion.
 
 
 class _RecordedVmap(NamedTuple):
@@ -8261,7 +8277,7 @@ def _run_kernel_on_batch(op_call: _OpCall, entry: KernelEntry, vmap_function: Ca
     """Return the outputs of a kernel under the recorded vmaps, with `jax.vmap` or `_sequential_vmap`."""
     out_specs = op_call.batched_out_specs
     if out_specs and all(0 in out.shape for out in out_specs):
-        return list(map(_zeros, out_specs))  # not every backend accepts such calls
+        return list(map(_zeros, out_specs))  # not every backend accepts calls whose outputs are all empty
     function: Callable = functools.partial(_run_kernel_on_slice, op_call, entry)
     in_axes_per_vmap = op_call.in_axes_per_vmap
     if op_call.vmaps and op_call.vmaps[-1].batching_rule:
@@ -8384,7 +8400,8 @@ def _check_kernel_options(subject: str, kg: Any, options: dict) -> None:
         )
     wrap = _BACKENDS[decorated_backend].wrap
     try:
-        inspect.signature(wrap).bind(kg, (), **options)
+        outs = ()  # any value, because only the names of options are checked
+        inspect.signature(wrap).bind(kg, outs, **options)
     except TypeError as error:
         raise TypeError(
             f"The options of a decorated kernel are those of {wrap.__name__}. For {subject}: {error}. Remove this "
@@ -8443,11 +8460,11 @@ def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> lis
     outs = tuple([Spec(out.shape, out.dtype, **varying) for out in op_call.out_specs])
     try:
         function = _generated_function(entry, outs, op_call.params, _trace_context())
-        # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
-        is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-        if is_plain_function and entry.backend in _BACKENDS:
-            # For a better error: a kernel without its decorator also has parameters for the outputs.
-            function = _with_checked_signature(function, subject, f" {_kernel_advice(entry.backend)}")
+        if entry.backend in _BACKENDS and isinstance(function, types.FunctionType):
+            # It may be a kernel(x, out) without its decorator, which takes more parameters than the inputs.  A function
+            # with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
+            if not hasattr(function, "__wrapped__"):
+                function = _with_checked_signature(function, subject, f" {_kernel_advice(entry.backend)}")
         returned = function(*ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
@@ -8699,12 +8716,16 @@ def _checked_arrays(
         The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return
         (float32[3], any), or None for zero.
     """
+
+    def fits(array: Any, spec: Any) -> bool:
+        return array is None or spec is None or (array.shape, array.dtype) == (spec.shape, spec.dtype)
+
     # JAX arrays are kept as they are, because `asarray` truncates 64 bits.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in returned]
-    shown = list(map(_format_spec, arrays))  # these texts hold exactly the shape and the dtype, so they are compared
-    wanted = ["any" if spec is None else _format_spec(spec) for spec in expected]
-    if len(shown) == len(wanted) and all(a in (b, "None") or b == "any" for a, b in zip(shown, wanted)):
+    if len(arrays) == len(expected) and all(map(fits, arrays, expected)):
         return arrays
+    shown = map(_format_spec, arrays)
+    wanted = ["any" if spec is None else _format_spec(spec) for spec in expected]
     raise ValueError(
         f"{subject} returned ({', '.join(shown)}), but {expected_phrase} ({', '.join(wanted)}). Return "
         f"({', '.join(wanted)}){advice}."
@@ -8752,7 +8773,7 @@ def _time_calls(function: Callable, args: Sequence) -> tuple[float, float]:
     """Return the time of the first call and the median of further calls, in seconds."""
     timer = timeit.Timer(lambda: jax.block_until_ready(function(*args)))
     first_s = timer.timeit(1)
-    n_repetitions = int(np.clip(0.2 / timer.timeit(1), 5, 10_000))  # about 0.2 s in all
+    n_repetitions = int(np.clip(0.2 / timer.timeit(1), 5, 10_000))  # about 0.2 s in all, unless calls are slow
     return first_s, float(np.median(timer.repeat(n_repetitions, 1)))
 
 
@@ -8774,7 +8795,7 @@ class _Backend(NamedTuple):
     """A backend whose kernels have a decorator.  An op may have other backends, with any names."""
 
     install_hints: dict[str, str]  # {platform: how to install the backend for it}
-    kernel_classes: tuple[str, ...]  # the classes of decorated kernels, as "package.Class", so nothing is imported
+    kernel_classes: tuple[str, ...]  # the classes of decorated kernels, as "top-level package.Class", so nothing is imported
     decorator: str  # for error messages
     wrap: Callable  # (decorated kernel, outs, **options) -> wrapper
     make_check: Callable[[], Any]  # returns a wrapper that computes 2 * x + y, for the self-check
