@@ -4222,7 +4222,7 @@ def test_warp_gradient_correct_or_warned_once(case):
         assert len(caught) == 1
         assert not np.allclose(found, expected, 1e-3)
         variable, statement = map(re.escape, stale)
-        cause = f"uses a wrong value of '{variable}' in .*|loop with `{variable}` is wrong"
+        cause = f"uses a wrong value of '{variable}' in .*|is wrong in a loop with `{variable}`"
         pattern = rf"'{kernel.key}': the gradient .*({cause}) \(line (\d+) of (.*)\)\. .*jax.test_util.check_grads"
         _, line, file = re.search(pattern, str(caught[0].message)).groups()
         assert re.fullmatch(rf"\s*{statement}\n", linecache.getline(file, int(line)))

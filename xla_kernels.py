@@ -105,6 +105,7 @@ import copy
 import ctypes
 import dataclasses
 import dis
+import enum
 import functools
 import hashlib
 import importlib.util
@@ -4444,92 +4445,313 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #         if row[1] > 0.0:
 #             a = out             # a is a view of y or out
 #         a[0] = 1.0              # an ambiguous store to y or out
-#         cpp_function(z)         # an unknown store to z
+#         cpp_function(z)         # a possible store to z
 #
-# The abstract value of a variable is the set of arrays of which it may be a view.  A tuple or struct is a view of all
-# arrays in it.  The analysis is flow-insensitive: it assumes that all statements run, in any order.  So an assignment
-# only adds to a set, and the statements are interpreted until no set grows (a fixpoint).
+# A store is of one of three kinds.  The kind does not say whether the statement runs:
 #
-# The kind of a store says how well its array is known, not whether the statement runs:
-#
-#     kind         possible arrays                                if one of them is an input
-#     exact        one                                            an error
-#     unknown      arguments of C++ code and some builtins (8.1)  an error
-#     ambiguous    several                                        the kernel gets a copy of the input
+#     kind         what the statement does                        if the array is an input
+#     exact        it stores to one known array                   an error
+#     possible     C++ code or a builtin stores, or only reads    an error
+#     ambiguous    it stores to one of several arrays             the kernel gets a copy of the input
 #
 # Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a kernel does
-# store to the input, the copy takes it.  For an unknown store, a copy would silently lose what C++ code stores.  Stores
+# store to the input, the copy takes it.  For a possible store, a copy would silently lose what C++ code stores.  Stores
 # through an array of structs that a helper fills are not found.
+#
+# The analysis is flow-insensitive: it assumes that all statements run, in any order.  So an assignment only adds to the
+# views of a variable, and the statements are interpreted until no variable has new views (a fixpoint).
 
-_STORE_KINDS = ("exact", "unknown", "ambiguous")  # if an array has several, the first of these counts
-_UNKNOWN_NDIM = math.inf  # stays unknown after a subtraction.  If ndim is unknown, an element counts as a view, too.
-_RETURNED = "return"  # the returned value, among variables; none has this name, because it is a keyword
+_RETURNED = "return"  # the key of the returned value among variables, of which none can have this name
 
 
-class _ArrayView(NamedTuple):
-    """A view of the array of a parameter, or of an array in it if it is a struct."""
+class _View(NamedTuple):
+    """An array that a variable or expression may be a view of.
 
-    parameter: str
-    ndim: float
-    in_struct: bool  # whether the value may be a struct that holds the array
+    For a parameter `x` with two dimensions, `x[i]` is `_View("x", 1, False)`, and `x[i, j]` is a number without views.
+    After `box.pos = x`, the struct `box` is `_View("x", 2, True)`.
+    """
+
+    parameter: str  # the parameter that is the array, or a struct with the array
+    max_ndim: float  # the value has at most this many dimensions; `math.inf` if the analysis cannot tell
+    maybe_struct: bool  # the value is a struct with the array in a field, or may be one
 
 
 class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
     parameters: frozenset[str]  # the array of one of these
-    source: Any  # the syntax tree of the statement or call, maybe in a called function; None: each call of the function
-    is_known: bool  # False if it is a call whose effect is unknown
+    source: ast.AST  # the statement or call, maybe in a called function
+    may_only_read: bool  # a possible store, as above
 
     @property
-    def kind(self) -> str:
-        if not self.is_known:
-            return "unknown"
-        return "exact" if len(self.parameters) == 1 else "ambiguous"
-
-
-def _forget_ndim(views: Iterable[_ArrayView]) -> set[_ArrayView]:
-    return {view._replace(ndim=_UNKNOWN_NDIM) for view in views}
+    def is_ambiguous(self) -> bool:
+        return len(self.parameters) > 1 and not self.may_only_read
 
 
 def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-# -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
-
-# {effect on an array argument: the builtins with this effect}.  Builtins that only take numbers need no entry.
-_BUILTINS_BY_EFFECT = {
-    "stores to its first argument": "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor "
-    "atomic_cas atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed".split(),
-    "reads": "len lower_bound print printf sample_cdf tile_load tile_load_indexed volume_sample_index "
-    "volume_sample_grad_index".split(),
-    "returns an argument": "copy select where".split(),  # `copy` of an array does not copy its elements
-    "returns a view": "array view".split(),  # of any ndim
-}
-_EFFECTS = {name: effect for effect, names in _BUILTINS_BY_EFFECT.items() for name in names}
+def _with(views: Iterable[_View], **fields: Any) -> set[_View]:
+    """Return the views with other values of these fields."""
+    return {view._replace(**fields) for view in views}
 
 
-def _effect(function: Any) -> str:
-    """Return a key of `_BUILTINS_BY_EFFECT`, or "unknown", for a called object other than a user's Warp function."""
-    if isinstance(function, type):  # a vector or matrix type, which takes numbers
-        return "reads"
-    if _is_warp_struct(function):  # its constructor
-        return "returns an argument"
-    if not _is_warp_builtin(function):
-        return "unknown"
-    overloads = [function, *getattr(function, "overloads", ())]
-    warp_types = [warp_type for overload in overloads for warp_type in overload.input_types.values()]
+# -- 8.1 Views and stores ------------------------------------------------------------------------------
+
+
+class _WarpSource:
+    """The stores to the arrays of a Warp kernel, and other facts about the source of the kernel and its helpers."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.functions: dict[Any, _FunctionAnalysis] = {}  # of the kernel, which comes first, and of its helpers
+        self.calls: list[tuple[ast.Call, Any]] = []  # each call, and the called function
+        pending = [kernel]
+        for function in pending:  # the list grows in this loop
+            if function not in self.functions:
+                self.functions[function] = analysis = _FunctionAnalysis(function, self.functions)
+                self.calls += analysis.callees.items()
+                pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
+        self._repeat_until_stable(_FunctionAnalysis.find_views)
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a store depends on all views
+        self.stores: dict[str, _Store] = {}  # {parameter of the kernel: the store to its array that counts}
+        # If an array has several kinds of stores, the first kind in the table above counts.
+        for store in sorted(self.functions[kernel].stores, key=lambda x: (x.is_ambiguous, x.may_only_read)):
+            for parameter in store.parameters:
+                self.stores.setdefault(parameter, store)
+
+    def _repeat_until_stable(self, step: Callable[[_FunctionAnalysis], int]) -> None:
+        """Repeat a step for all functions until it finds nothing new, because each uses the results of others."""
+        n_before, n_found = -1, 0
+        while n_before != n_found:
+            n_before, n_found = n_found, sum(map(step, self.functions.values()))
+
+    # -- facts for section 10 --
+
+    @functools.cached_property
+    def n_indices(self) -> int:
+        """The largest number of indices that one `wp.tid()` returns.  Without `wp.tid()`, 0."""
+        n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
+        for analysis in self.functions.values():
+            for node in analysis.nodes:
+                match node:
+                    case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                        n_targets[value] = len(targets)
+        return max([0, *(n_targets.get(call, 1) for call, callee in self.calls if _builtin_name(callee) == "tid")])
+
+    @functools.cached_property
+    def uses_tiles(self) -> bool:
+        """Whether the kernel calls builtins for tiles."""
+        return any(_builtin_name(callee).startswith(("tile", "untile")) for _, callee in self.calls)
+
+    @functools.cached_property
+    def has_opaque_code(self) -> bool:
+        """Whether there is C++ code, an adjoint of the user, or a call of a function that is an argument."""
+        own_code = ("native_snippet", "custom_grad_func", "custom_replay_func")
+        if any(getattr(function, name, None) for function in self.functions for name in own_code):
+            return True
+        return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)  # Warp >= 1.19
+
+
+class _FunctionAnalysis:
+    """The views and stores of one Warp function, in terms of its parameters.
+
+    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
+    """
+
+    def __init__(self, function: Any, functions: Mapping[Any, _FunctionAnalysis]) -> None:
+        self.functions = functions  # of `_WarpSource`
+        self.captured = _captured_variables(_py_func(function))
+        self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
+        self.callees = {x: _called_function(x.func, self.captured) for x in self.nodes if isinstance(x, ast.Call)}
+        self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
+        self.stores: list[_Store] = []
+        # The parameters to which each call may store, because the function is C++ code or takes references.
+        self.opaque_parameters: list[str] = []
+        is_cpp = getattr(function, "native_snippet", None)
+        for name, warp_type in _parameter_types(function).items():
+            maybe_struct = not hasattr(warp_type, "ndim")
+            self.views[name] = {_View(name, ndim, maybe_struct) for ndim in _ndims(warp_type)}
+            if self.views[name] and (is_cpp or _is_reference(warp_type)):
+                self.opaque_parameters.append(name)
+            if is_cpp:
+                self.views[_RETURNED].add(_View(name, math.inf, maybe_struct=True))
+
+    # -- views --
+
+    def find_views(self) -> int:
+        """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=[target], value=value):  # Warp rejects `a = b = x`
+                    self._assign(target, self._views_of(value))
+                case ast.Return(value=ast.expr() as value):
+                    self.views[_RETURNED] |= self._views_of(value)
+        return sum(map(len, self.views.values()))
+
+    def _assign(self, target: ast.expr, views: set[_View]) -> None:
+        """Add views to the variables in a target."""
+        match target:
+            case ast.Name(id=name):
+                self.views[name] |= views
+            case ast.Tuple(elts=parts):
+                for part in parts:
+                    self._assign(part, views)  # whose ndim is unknown, see `_views_of`
+            case ast.Attribute(value=owner):  # a field of a struct
+                self._assign(owner, _with(views, maybe_struct=True))
+            case ast.Subscript(value=owner):  # an element of an array of structs
+                self._assign(owner, _with((view for view in views if view.maybe_struct), max_ndim=math.inf))
+
+    def _views_of(self, node: ast.expr) -> set[_View]:
+        """Return the views that the value of an expression may be."""
+        match node:
+            case ast.Name(id=name):
+                return self.views[name]
+            case ast.Subscript(value=owner, slice=index):
+                indices = index.elts if isinstance(index, ast.Tuple) else [index]
+                n_removed = sum(map(self._removes_dimension, indices))
+                # A value without dimensions is a copy of an element: a number, vector or matrix.
+                views = self._views_of(owner)
+                return {x._replace(max_ndim=x.max_ndim - n_removed) for x in views if x.max_ndim > n_removed}
+            case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
+                return {x for x in self._views_of(owner) if x.maybe_struct or name not in _ARRAY_METADATA}
+            case ast.Tuple(elts=parts):
+                return _with(self._views_of_any(parts), max_ndim=math.inf)  # the parts may have different ndims
+            case ast.IfExp(body=first, orelse=second):
+                return self._views_of_any([first, second])
+            case ast.Call():
+                return _union(self._views_of_result(node, callee) for callee in _overloads(self.callees[node]))
+        return set()  # other expressions have no arrays
+
+    def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_View]:
+        """Return the views that one of several values may be."""
+        return _union(map(self._views_of, nodes))
+
+    def _removes_dimension(self, index: ast.expr) -> bool:
+        """Return whether an index surely selects one element of a dimension, unlike a slice, None and `...`."""
+        if isinstance(index, ast.Constant):
+            return index.value not in (None, ...)
+        # If the function uses the builtin `slice`, any variable may be a slice.
+        return not isinstance(index, ast.Slice) and "slice" not in self.captured
+
+    def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
+        """Return the views that the result of a call may be."""
+        if _is_user_function(callee):
+            return {
+                _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
+                for returned in self.functions[callee].views[_RETURNED]
+                for view in self._views_of_argument(call, callee, returned.parameter)
+            }
+        effect = _effect(callee)
+        if effect in (_Effect.READS, _Effect.STORES):
+            return set()
+        views = _with(self._views_of_any(_arguments(call)), maybe_struct=True)  # such as `Box(x, y)`
+        return views if effect is _Effect.RETURNS_ARGUMENT else _with(views, max_ndim=math.inf)
+
+    def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
+        """Return the views through which a called function has access to arrays by a parameter."""
+        arguments = _arguments_for(call, callee, parameter)
+        views = self._views_of_any(arguments)
+        if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` gives access to `x`
+            views |= _union(map(self._arrays_containing, arguments))
+        return views
+
+    # -- stores --
+
+    def find_stores(self) -> int:
+        """Add the stores to the arrays of the parameters.  Return the number of stores so far."""
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+                    self._add_store(self._arrays_containing(target), node)
+                case ast.Call():
+                    for callee in _overloads(self.callees[node]):
+                        self._find_stores_of_call(node, callee)
+        return len(self.stores)
+
+    def _arrays_containing(self, target: ast.expr) -> set[_View]:
+        """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
+
+        The target may be an element, such as `x[i]`, or a component of one, such as `x[i][0]` and `x[i].y`.  A variable
+        and a field of a struct lie in no array.
+        """
+        match target:
+            case ast.Subscript(value=owner):
+                return self._views_of(owner) | self._arrays_containing(owner)
+            case ast.Attribute(value=owner):
+                return self._arrays_containing(owner)
+        return set()
+
+    def _find_stores_of_call(self, call: ast.Call, callee: Any) -> None:
+        """Add the stores of the called function to the arguments of a call."""
+        if _is_user_function(callee):
+            analysis = self.functions[callee]
+            for parameter in analysis.opaque_parameters:
+                self._add_store(self._views_of_argument(call, callee, parameter), call, may_only_read=True)
+            for store in list(analysis.stores):  # a copy, because the callee may be this function
+                views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
+                self._add_store(views, store.source, store.may_only_read)
+            return
+        effect = _effect(callee)
+        if effect is _Effect.STORES:
+            # With keywords only, any of them may be the first parameter.
+            self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
+        elif effect is _Effect.UNKNOWN:
+            self._add_store(self._views_of_any(_arguments(call)), call, may_only_read=True)
+
+    def _add_store(self, views: Iterable[_View], source: ast.AST, may_only_read: bool = False) -> None:
+        """Add a store to one of the arrays of these views."""
+        store = _Store(frozenset(view.parameter for view in views), source, may_only_read)
+        if store.parameters and store not in self.stores:
+            self.stores.append(store)
+
+
+# -- 8.2 The functions that a Warp kernel calls --------------------------------------------------------
+
+
+class _Effect(enum.Enum):
+    """The effect of a call on array arguments, except of a user's function.  The values are names of builtins."""
+
+    READS = (  # or takes no arrays; such builtins are not listed
+        "len lower_bound print printf sample_cdf tile_load tile_load_indexed volume_sample_index "
+        "volume_sample_grad_index"
+    )
+    STORES = (  # to its first argument
+        "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor atomic_cas atomic_exch "
+        "tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed"
+    )
+    RETURNS_ARGUMENT = "copy select where"  # or a struct with it; `copy` of an array does not copy its elements
+    RETURNS_VIEW = "array view"  # of an argument, with any ndim
+    UNKNOWN = ""  # may store to all arguments, and return a view of any of them
+
+
+_EFFECTS = {name: effect for effect in _Effect for name in effect.value.split()}
+
+
+def _effect(callee: Any) -> _Effect:
+    if isinstance(callee, type):  # a vector or matrix type, which takes numbers
+        return _Effect.READS
+    if _is_warp_struct(callee):  # its constructor
+        return _Effect.RETURNS_ARGUMENT
+    name = _builtin_name(callee)
+    if not name:
+        return _Effect.UNKNOWN
+    warp_types = [warp_type for overload in (callee, *callee.overloads) for warp_type in overload.input_types.values()]
     takes_arrays = any(warp_type is Any or hasattr(warp_type, "ndim") for warp_type in warp_types)
-    return _EFFECTS.get(function.key, "unknown" if takes_arrays else "reads")
+    return _EFFECTS.get(name, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
 
 
 def _is_warp_function(value: Any) -> bool:
     return isinstance(value, sys.modules["warp._src.context"].Function)
 
 
-def _is_warp_builtin(value: Any) -> bool:
-    return _is_warp_function(value) and value.is_builtin()
+def _is_user_function(value: Any) -> bool:
+    return _is_warp_function(value) and not value.is_builtin()
+
+
+def _builtin_name(value: Any) -> str:
+    """Return the name of a builtin of Warp, or an empty string for other objects."""
+    return value.key if _is_warp_function(value) and value.is_builtin() else ""
 
 
 def _is_warp_struct(value: Any) -> bool:
@@ -4560,34 +4782,33 @@ def _captured_value(node: ast.expr, captured: Mapping[str, Any]) -> Any:
     return None
 
 
-def _user_overloads(function: Any) -> list:
-    """Return all overloads of a user's Warp function, because any may be called; none for other objects."""
-    if not _is_warp_function(function) or function.is_builtin():
-        return []
+def _overloads(function: Any) -> list:
+    """Return all overloads of a user's Warp function, because any may be called.  For another object, return [it]."""
+    if not _is_user_function(function):
+        return [function]
     return [function, *function.user_overloads.values(), *function.user_templates.values()]
-
-
-def _is_reference(warp_type: Any) -> bool:
-    """Return whether a parameter takes a variable or an element, such as `x[i]`, by reference (Warp >= 1.19)."""
-    return type(warp_type).__name__ == "Reference"
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-def _arguments_by_parameter(function: Any, call: ast.Call) -> dict[str, list[ast.expr]]:
-    """Return {parameter of a user's function: the arguments of a call that it may get}, without defaults."""
-    parameters = _parameter_types(function)
+def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
+    """Return the arguments of a call of a user's function that a parameter may get, without its default."""
     # A starred argument has an unknown length.  Its items are not arrays: Warp rejects `*` with a tuple (<= 1.19).
     if any(isinstance(argument, ast.Starred) for argument in call.args):
-        return dict.fromkeys(parameters, _arguments(call))
-    arguments = {parameter: [argument] for parameter, argument in zip(parameters, call.args)}
-    return arguments | {str(x.arg): [x.value] for x in call.keywords}  # no name is None, because Warp rejects `**`
+        return _arguments(call)
+    arguments = dict(zip(_parameter_types(function), call.args)) | {x.arg: x.value for x in call.keywords}
+    return [arguments[parameter]] if parameter in arguments else []
 
 
 def _parameter_types(function: Any) -> dict[str, Any]:
     return {parameter.label: parameter.type for parameter in function.adj.args}
+
+
+def _is_reference(warp_type: Any) -> bool:
+    """Return whether a parameter takes a variable or an element, such as `x[i]`, by reference (Warp >= 1.19)."""
+    return type(warp_type).__name__ == "Reference"
 
 
 def _ndims(warp_type: Any) -> set[float]:
@@ -4596,221 +4817,7 @@ def _ndims(warp_type: Any) -> set[float]:
         return _union(_ndims(field.type) for field in warp_type.vars.values())
     if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
         return set()
-    return {getattr(warp_type, "ndim", _UNKNOWN_NDIM)}
-
-
-# -- 8.2 Views and stores ------------------------------------------------------------------------------
-
-
-class _StoreAnalysis:
-    """The stores to the arrays of a Warp kernel, by the kernel and by the functions that it calls."""
-
-    def __init__(self, kernel: Any) -> None:
-        # The analyses of the kernel, and of the user's functions that it calls, directly or indirectly.
-        self.functions: dict[Any, _FunctionAnalysis] = {}
-        pending = [kernel]
-        for function in pending:  # the list grows in this loop
-            if function not in self.functions:
-                self.functions[function] = analysis = _FunctionAnalysis(function, self.functions)
-                for callee in analysis.callees.values():
-                    pending += _user_overloads(callee)
-        self._repeat_until_stable(_FunctionAnalysis.find_views)
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a kind depends on all views
-        self.stores: dict[str, _Store] = {}  # {parameter of the kernel: the store to its array that counts}
-        for store in sorted(self.functions[kernel].stores, key=lambda store: _STORE_KINDS.index(store.kind)):
-            for parameter in store.parameters:
-                self.stores.setdefault(parameter, store)
-        analyses = self.functions.values()  # their facts for section 10:
-        self.n_indices = max(x.n_indices for x in analyses)
-        self.uses_tiles = any(x.uses_tiles for x in analyses)
-        self.has_opaque_code = any(x.has_opaque_code for x in analyses)
-
-    def _repeat_until_stable(self, step: Callable[[_FunctionAnalysis], None]) -> None:
-        """Repeat a step for all functions until it adds no view or store, because each uses the results of others."""
-        n_before, n_results = -1, 0
-        while n_before != n_results:
-            n_before, n_results = n_results, 0
-            for analysis in self.functions.values():
-                step(analysis)
-                n_results += len(analysis.stores) + sum(map(len, analysis.views.values()))
-
-
-class _FunctionAnalysis:
-    """The views and stores of one Warp function, in terms of its parameters.
-
-    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
-    """
-
-    def __init__(self, function: Any, functions: Mapping[Any, _FunctionAnalysis]) -> None:
-        self.functions = functions  # the analyses of all functions, see `_StoreAnalysis`
-        self.captured = _captured_variables(_py_func(function))
-        body = function.adj.tree.body[0].body
-        self.nodes = [node for statement in body for node in ast.walk(statement)]
-        # {variable, or `_RETURNED`: the arrays of which its value may be a view}
-        self.views: dict[str, set[_ArrayView]] = collections.defaultdict(set)
-        self.stores: list[_Store] = []
-        is_cpp = bool(getattr(function, "native_snippet", None))
-        has_adjoint = getattr(function, "custom_grad_func", None) or getattr(function, "custom_replay_func", None)
-        for name, warp_type in _parameter_types(function).items():
-            self._add_parameter(name, warp_type, is_cpp)
-        self.callees: dict[ast.Call, Any] = {}  # {call: the called function, or None}
-        self.n_indices = 0  # the largest number of indices that one `wp.tid()` returns
-        self.uses_tiles = False  # whether it calls builtins for tiles
-        # Whether it is C++ code, has an adjoint of the user, or calls a function that it gets as an argument.
-        self.has_opaque_code = is_cpp or bool(has_adjoint)
-        self._find_callees()
-
-    def _add_parameter(self, name: str, warp_type: Any, is_cpp: bool) -> None:
-        """Add the views and stores that a parameter has before any statement is interpreted."""
-        in_struct = not hasattr(warp_type, "ndim")  # it is a struct, or may be one
-        self.views[name] = {_ArrayView(name, ndim, in_struct) for ndim in _ndims(warp_type)}
-        if is_cpp:  # the returned value may be a view of any parameter
-            self.views[_RETURNED].add(_ArrayView(name, _UNKNOWN_NDIM, in_struct=True))
-        if is_cpp or _is_reference(warp_type):  # stores to references, such as `r = 1.0`, are not looked for
-            self._add_store(self.views[name], None, is_known=False)
-
-    def _find_callees(self) -> None:
-        """Find the called functions, and set the attributes that depend on them."""
-        n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
-        for node in self.nodes:  # statements come before their parts
-            match node:
-                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
-                    n_targets[value] = len(targets)
-                case ast.Call():
-                    callee = _called_function(node.func, self.captured)
-                    self.callees[node] = callee
-                    # A parameter may be a function (Warp >= 1.19).
-                    self.has_opaque_code |= callee is None and isinstance(node.func, ast.Name)
-                    if _is_warp_builtin(callee):
-                        self.uses_tiles |= callee.key.startswith(("tile", "untile"))
-                        if callee.key == "tid":
-                            self.n_indices = max(self.n_indices, n_targets.get(node, 1))
-
-    # -- views --
-
-    def find_views(self) -> None:
-        """Add the arrays of which each variable, and the returned value, may be a view."""
-        for node in self.nodes:
-            match node:
-                case ast.Assign(targets=[target], value=value):  # Warp rejects `a = b = x`
-                    self._assign(target, self._views_of(value))
-                case ast.Return(value=ast.expr() as value):
-                    self.views[_RETURNED] |= self._views_of(value)
-
-    def _assign(self, target: ast.expr, views: set[_ArrayView]) -> None:
-        """Add views to the variables in a target."""
-        match target:
-            case ast.Name(id=name):
-                self.views[name] |= views
-            case ast.Tuple(elts=parts):
-                for part in parts:
-                    self._assign(part, views)  # whose ndim is unknown, see `_views_of`
-            case ast.Attribute(value=owner):  # a field of a struct
-                self._assign(owner, {view._replace(in_struct=True) for view in views})
-            case ast.Subscript(value=owner):  # an element of an array of structs
-                self._assign(owner, _forget_ndim(view for view in views if view.in_struct))
-
-    def _views_of(self, node: ast.expr) -> set[_ArrayView]:
-        """Return the arrays of which the value of an expression may be a view."""
-        match node:
-            case ast.Name(id=name):
-                return self.views[name]
-            case ast.Subscript(value=owner, slice=index):
-                indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                n_removed = sum(map(self._removes_dimension, indices))
-                views = self._views_of(owner)
-                # If no dimension is left, the value is an element: a number, vector or matrix.
-                return {view._replace(ndim=view.ndim - n_removed) for view in views if view.ndim > n_removed}
-            case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
-                return {x for x in self._views_of(owner) if x.in_struct or name not in _ARRAY_METADATA}
-            case ast.Tuple(elts=parts):
-                return _forget_ndim(self._views_of_any(parts))
-            case ast.IfExp(body=first, orelse=second):
-                return self._views_of_any([first, second])
-            case ast.Call():
-                return self._views_of_result(node)
-        return set()  # other expressions have no arrays
-
-    def _removes_dimension(self, index: ast.expr) -> bool:
-        """Return whether an index surely selects one element of a dimension, unlike a slice, None and `...`."""
-        if isinstance(index, ast.Constant):
-            return index.value not in (None, ...)
-        # If the function uses the builtin `slice`, any variable may be a slice.
-        return not isinstance(index, ast.Slice) and "slice" not in self.captured
-
-    def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_ArrayView]:
-        """Return the arrays of which one of several values may be a view."""
-        return _union(map(self._views_of, nodes))
-
-    def _views_of_result(self, call: ast.Call) -> set[_ArrayView]:
-        """Return the arrays of which the result of a call may be a view."""
-        overloads = _user_overloads(self.callees[call])
-        if not overloads:
-            effect = _effect(self.callees[call])
-            if effect in ("reads", "stores to its first argument"):
-                return set()
-            views = {x._replace(in_struct=True) for x in self._views_of_any(_arguments(call))}
-            return views if effect == "returns an argument" else _forget_ndim(views)
-        views = set()
-        for overload in overloads:
-            for returned in self.functions[overload].views[_RETURNED]:
-                for view in self._views_of_argument(overload, returned.parameter, call):
-                    views.add(_ArrayView(view.parameter, returned.ndim, returned.in_struct or view.in_struct))
-        return views
-
-    def _views_of_argument(self, function: Any, parameter: str, call: ast.Call) -> set[_ArrayView]:
-        """Return the arrays to which a called function has access through a parameter."""
-        arguments = _arguments_by_parameter(function, call).get(parameter, ())
-        views = self._views_of_any(arguments)
-        if _is_reference(_parameter_types(function)[parameter]):
-            # An element, such as `x[i]`, is not a view.  But its reference gives access to the array.
-            views |= _union(map(self._arrays_of_element, arguments))
-        return views
-
-    # -- stores --
-
-    def find_stores(self) -> None:
-        """Add the stores to the arrays of the parameters."""
-        for node in self.nodes:
-            match node:
-                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
-                    self._add_store(self._arrays_of_element(target), node)
-                case ast.Call():
-                    self._find_stores_of_call(node)
-
-    def _add_store(self, views: Iterable[_ArrayView], source: ast.AST | None, is_known: bool = True) -> None:
-        """Add a store to one of the arrays of these views."""
-        store = _Store(frozenset(view.parameter for view in views), source, is_known)
-        if store.parameters and store not in self.stores:
-            self.stores.append(store)
-
-    def _arrays_of_element(self, target: ast.expr) -> set[_ArrayView]:
-        """Return the arrays to which an assignment to a target may store.
-
-        It stores to an array if the target is an element, such as `x[i]`, or a component of an element, such as
-        `x[i][0]` and `x[i].y`, but not if it is a variable or a field of a struct.
-        """
-        match target:
-            case ast.Subscript(value=owner):
-                return self._views_of(owner) | self._arrays_of_element(owner)
-            case ast.Attribute(value=owner):
-                return self._arrays_of_element(owner)
-        return set()
-
-    def _find_stores_of_call(self, call: ast.Call) -> None:
-        """Add the stores of the called function to the arguments of a call."""
-        overloads = _user_overloads(self.callees[call])
-        for overload in overloads:
-            # This loop adds stores to the same list if the overload is this function.
-            for store in list(self.functions[overload].stores):
-                views = _union(self._views_of_argument(overload, name, call) for name in store.parameters)
-                self._add_store(views, store.source or call, store.is_known)
-        effect = "" if overloads else _effect(self.callees[call])
-        if effect == "stores to its first argument":
-            # With keywords only, any of them may be the first parameter.
-            self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
-        elif effect == "unknown":
-            self._add_store(self._views_of_any(_arguments(call)), call, is_known=False)
+    return {getattr(warp_type, "ndim", math.inf)}
 
 
 # -- 8.3 Checks ----------------------------------------------------------------------------------------
@@ -4821,7 +4828,7 @@ def _check_stores(
 ) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    `stores` is as in `_StoreAnalysis`.  `buffer_of` is {array parameter: the index of its buffer}: first inputs, then
+    `stores` is as in `_WarpSource`.  `buffer_of` is {array parameter: the index of its buffer}: first inputs, then
     outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous stores has the
     index of its copy, so it is not an input here.
     """
@@ -4831,11 +4838,11 @@ def _check_stores(
         if buffer_of.get(name) not in read_only:
             continue
         source = f"`{ast.unparse(store.source):.80}`"
-        if store.is_known:
+        if not store.may_only_read:
             raise _read_only_input_error(f"{wrapper.title} writes", [name], f" ({source})")
         fix_if_read = (
-            f" If {source} only reads {name!r}, list it there, too, put its spec first in outs, and drop the first "
-            f"result: `_, *results = f(...)`."
+            f" If {source} only reads {name!r}, pass in_out_argnames=[{name!r}] all the same: put its spec first in "
+            "outs, and ignore the first result, `_, *results = f(...)`."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], f" ({source})", fix_if_read)
     if wrapper.options.zero_outputs is None:  # True and False allow an output that is never stored to
@@ -6283,8 +6290,8 @@ class _WarpKernel(_Wrapper):
 
     def _inputs_to_copy(self, n_in: int) -> list[int]:
         """Return the inputs to which the kernel has only ambiguous stores (section 8)."""
-        stores = _warp_store_analysis(self.kernel).stores
-        ambiguous = {name for name, store in stores.items() if store.kind == "ambiguous"}
+        stores = _warp_source(self.kernel).stores
+        ambiguous = {name for name, store in stores.items() if store.is_ambiguous}
         return [i for i, name in enumerate(self.parameters[:n_in]) if name in ambiguous]
 
     def _find_target(self, call: _CallParams) -> _Target:
@@ -6317,7 +6324,7 @@ class _WarpKernel(_Wrapper):
             self.warp_params[name].check_array(spec, role)
         # {parameter: index of its last buffer}: the output of an in-out argument, and the copy of an input.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
-        _check_stores(self, call, _warp_store_analysis(self.kernel).stores, buffer_of)
+        _check_stores(self, call, _warp_source(self.kernel).stores, buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
         return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
 
@@ -6352,7 +6359,7 @@ class _WarpKernel(_Wrapper):
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
-            uses_tiles=_warp_store_analysis(self.kernel).uses_tiles,
+            uses_tiles=_warp_source(self.kernel).uses_tiles,
             signature=call.signature(self.__name__),
             given_name=self.options.name,
             in_order=self.options.in_order,
@@ -6385,10 +6392,10 @@ class _WarpKernel(_Wrapper):
         dims = _ints(launch_dims, rule)
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(rule)
-        analysis = _warp_store_analysis(self.kernel)
+        source = _warp_source(self.kernel)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        if analysis.n_indices and not (self.options.tiled or analysis.uses_tiles):
-            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), analysis.n_indices, "wp.tid()")
+        if source.n_indices and not (self.options.tiled or source.uses_tiles):
+            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), source.n_indices, "wp.tid()")
         return dims
 
     def _default_launch_dims(
@@ -6413,7 +6420,7 @@ class _WarpKernel(_Wrapper):
                     f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
         launch_text = f"launch_dims is missing, and the shape of the first array, {first_dims},"
-        _check_n_indices(self.title, launch_text, n_dims, _warp_store_analysis(self.kernel).n_indices, "wp.tid()")
+        _check_n_indices(self.title, launch_text, n_dims, _warp_source(self.kernel).n_indices, "wp.tid()")
         return first_dims
 
     # -- derivatives -----------------------------------------------------------------------------------
@@ -6449,10 +6456,10 @@ class _WarpKernel(_Wrapper):
         the input.  It may overwrite out, and overwrites the cotangent d_out, so both are aliased to results.
         """
         names = self.parameters
-        analysis = _warp_store_analysis(self.kernel)
+        source = _warp_source(self.kernel)
         # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them, so
         # each array with a store counts as overwritten.
-        maybe_stored = names if analysis.has_opaque_code else analysis.stores
+        maybe_stored = names if source.has_opaque_code else source.stores
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[len(args) + j], "grad"): outs[j] for j in _float_indices(outs)}
@@ -6735,13 +6742,13 @@ def _update_hash(kernel: Any) -> tuple[str, ...]:
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_STORE_ANALYSES = _BoundedCache()  # {`_update_hash(kernel)`: `_StoreAnalysis`}
+_WARP_SOURCES = _BoundedCache()  # {`_update_hash(kernel)`: `_WarpSource`}
 
 
-def _warp_store_analysis(kernel: Any) -> _StoreAnalysis:
-    """Return what the source of a kernel does to its arrays."""
+def _warp_source(kernel: Any) -> _WarpSource:
+    """Return the stores of a kernel, and other facts about its source."""
     key = _update_hash(kernel)
-    return _STORE_ANALYSES.get(key) or _STORE_ANALYSES.keep(key, _StoreAnalysis(kernel))
+    return _WARP_SOURCES.get(key) or _WARP_SOURCES.keep(key, _WarpSource(kernel))
 
 
 # Warp evaluates a `wp.static` that uses the variable of a loop only when it builds the module:
@@ -7114,7 +7121,7 @@ def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
-    if _warp_store_analysis(kernel).has_opaque_code or kernel.adj.transformers:
+    if _warp_source(kernel).has_opaque_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
@@ -7176,7 +7183,7 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 # - the elements of an output before the last store to it, because the adjoint reads the final elements
 # - all that is computed from stale values
 #
-# `_GradientCheck` finds the expressions whose adjoints use stale values.  It misses the state of random numbers in
+# `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
 # dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that a called function or the next iteration
 # stores again.  The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
 
@@ -7193,83 +7200,56 @@ _STALE_ADVICE = (
     "If a loop assigns it, give the loop a constant length of at most {}, or move a loop that only adds into a wp.func "
     "that returns the sum. If it is read from an output, store to this output only once."
 )
+_ATOMIC_SUMS = ("atomic_add", "atomic_sub")
 
 
 class _GradientCheck:
-    """A search for the statements of a Warp function whose adjoints are wrong.
+    """A search for the operations of a Warp function whose adjoints are wrong.
 
     It goes through the statements in their order.  Its result is `problems`: {line: text of a warning}.
-
-    In the loop of the example, `s` is in `stale`, because the loop assigns it, and `x` is in `active`, because it has a
-    gradient.  The gradient of an active factor uses the value of the other factor, so `s * x[j]` is reported.
     """
 
     def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
-        self.known_values = _captured_variables(_py_func(function))  # and the values of constant local variables
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
-        self.arrays = {x.label for x in function.adj.args if hasattr(x.type, "ndim")}
+        self.constants = _captured_variables(_py_func(function))  # and the values of constant local variables
         self.active = active  # the parameters with gradients, and the variables that are computed from them
         self.stale: set[str] = set()  # the stale variables
+        self.arrays = {x.label for x in function.adj.args if hasattr(x.type, "ndim")}  # no variables, but memory
         tree = function.adj.tree.body[0]
-        self.later_stores = collections.Counter(_assigned_names(tree))  # {variable: number of stores that follow}
-        self.unused_results = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]
+        assignments = [x for x in ast.walk(tree) if isinstance(x, (ast.Assign, ast.AugAssign))]
+        stores = sorted((x.end_lineno, name) for x in assignments for name in _assigned_names(x) & self.arrays)
+        self.last_stores: dict[str, Any] = {array: line for line, array in stores}  # {array: line of its last store}
+        self.unused_results = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]  # calls that are statements
         self.problems: dict[str, str] = {}
-        self.run(tree.body)
+        self.check_statements(tree.body)
 
-    def report(self, node: Any, problem: str, advice: str) -> None:
-        line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
-        self.problems.setdefault(line, f"{problem} ({line}). {advice}")
+    # -- statements: they change which variables are active, stale or constant --
 
-    # -- statements --
-
-    def run(self, statements: Iterable[ast.stmt]) -> None:
-        """Check statements one after the other, and update the sets of variables."""
+    def check_statements(self, statements: Iterable[ast.stmt]) -> None:
+        """Check the operations of statements, one after the other, and update the sets of variables."""
         for node in statements:
             if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
                 updated = ast.BinOp(node.target, node.op, node.value)
                 node = ast.Assign([node.target], ast.copy_location(updated, node))
-            for part in ast.iter_child_nodes(node):
-                if isinstance(part, ast.expr):
-                    self.check(part)
+            self.check_operations(node)
             match node:
                 case ast.Assign(targets=[target], value=value):
                     self.assign(target, value)
-                case ast.If(test=test, body=body, orelse=orelse):
-                    self.check_value(test)
+                case ast.If(body=body, orelse=orelse):
                     before = self.stale.copy()
-                    self.run(body)
+                    self.check_statements(body)
                     after_body, self.stale = self.stale, before
-                    self.run(orelse)
+                    self.check_statements(orelse)
                     self.stale |= after_body
-                case ast.While(test=test, body=body):
-                    self.check_value(test)
-                    self.run_dynamic_loop(body)
-                case ast.For(target=target, iter=iterator, body=body) if self.is_unrolled(iterator):
-                    # Warp unrolls the loop, so its variable is a constant.  Any number will do.
-                    self.run_twice([ast.Assign([target], ast.Constant(0)), *body])
-                case ast.For(target=target, iter=iterator, body=body):
-                    self.check_value(iterator)
-                    self.run_dynamic_loop([ast.Assign([target], ast.Constant(None)), *body])  # None: not constant
+                case ast.For() | ast.While():
+                    self.check_loop(node)
                 case ast.Break():
-                    advice = "Replace `break` by an `if` around the other statements of the loop."
-                    self.report(node, "Warp's adjoint of a loop with `break` is wrong", advice)
-
-    def run_dynamic_loop(self, body: list[ast.stmt]) -> None:
-        assigned = _union(map(self.assigned_variables, body))
-        self.stale |= assigned  # until an iteration assigns them
-        self.run_twice(body)
-        self.stale |= assigned  # after the loop
-
-    def run_twice(self, body: list[ast.stmt]) -> None:
-        """Check the body of a loop twice, because an iteration uses variables of the previous one."""
-        self.run(body)
-        for node in body:
-            self.later_stores.update(_assigned_names(node))  # the second time, these stores follow again
-        self.run(body)
+                    advice = "Replace it by an `if` around the other statements of the loop."
+                    self.report(node, "is wrong in a loop with", advice)
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
-        variables = self.assigned_variables(target)
+        variables = _assigned_names(target) - self.arrays
         if self.is_active(value):
             self.active |= variables
         if self.stale_part(value):
@@ -7277,15 +7257,21 @@ class _GradientCheck:
         elif isinstance(target, (ast.Name, ast.Tuple)):  # not only a component of a vector
             self.stale -= variables
         if isinstance(target, ast.Name):
-            self.known_values[target.id] = self.constant(value)
-        self.later_stores.subtract(_assigned_names(target))
+            self.constants[target.id] = self.constant(value)
 
-    def assigned_variables(self, node: ast.AST) -> set[str]:
-        return set(_assigned_names(node)) - self.arrays
+    def check_loop(self, loop: ast.For | ast.While) -> None:
+        is_unrolled = self.is_unrolled(loop)
+        assigned = set() if is_unrolled else _assigned_names(loop) - self.arrays
+        self.stale |= assigned  # until an iteration assigns them
+        for _ in range(2):  # twice, because an iteration uses variables of the previous one
+            if isinstance(loop, ast.For):  # an unrolled loop has a constant index, for which any number will do
+                self.assign(loop.target, ast.Constant(0 if is_unrolled else None))
+            self.check_statements(loop.body)
+        self.stale |= assigned  # after the loop
 
-    def is_unrolled(self, iterator: Any) -> bool:
-        with contextlib.suppress(AttributeError, TypeError):  # this is not a range, or a bound is not constant
-            return len(range(*map(self.constant, iterator.args))) <= self.max_unroll
+    def is_unrolled(self, loop: Any) -> bool:
+        with contextlib.suppress(AttributeError, TypeError):  # it has no range, or a bound is not constant
+            return len(range(*map(self.constant, loop.iter.args))) <= self.max_unroll
         return False
 
     def constant(self, node: ast.expr) -> Any:
@@ -7293,51 +7279,59 @@ class _GradientCheck:
         try:
             return ast.literal_eval(node)
         except ValueError:
-            return _captured_value(node, self.known_values)
+            return _captured_value(node, self.constants)
 
-    # -- expressions --
+    # -- operations: their adjoints may be wrong --
 
-    def check(self, expression: ast.expr) -> None:
-        """Report the parts of an expression whose adjoints are wrong."""
-        for node in ast.walk(expression):
-            match node:
-                case ast.Subscript(slice=value) | ast.IfExp(test=value):
-                    self.check_value(value)
-                case ast.BinOp() | ast.Call() if not self.is_active(node):
-                    pass  # it has no gradient
-                case ast.BinOp(left=left, op=ast.Mult() | ast.MatMult(), right=right):
-                    if self.varies(left) and self.varies(right):
-                        self.check_value(node)
-                case ast.BinOp(op=ast.Div(), right=right):
-                    if self.varies(right):
-                        self.check_value(node)
-                case ast.BinOp(op=ast.Pow()):
-                    self.check_value(node)
-                case ast.Call():
-                    self.check_call(node)
+    def check_operations(self, statement: ast.stmt) -> None:
+        """Report the operations of a statement whose adjoints are wrong.  Nested statements are not included."""
+        expressions = [x for x in ast.iter_child_nodes(statement) if isinstance(x, ast.expr)]
+        for node in [statement, *itertools.chain(*map(ast.walk, expressions))]:
+            if isinstance(node, ast.Call) and self.is_active(node) and self.lacks_adjoint(node):
+                self.report(node, "takes 0 for the derivative of", "Compute the value from other functions.")
+            for value in self.values_used_by_adjoint(node):
+                if name := self.stale_part(value):
+                    self.report(node, f"uses a wrong value of {name!r} in", _STALE_ADVICE.format(self.max_unroll))
 
-    def check_call(self, call: ast.Call) -> None:
-        function = _called_function(call.func, self.known_values)
-        name = function.key if _is_warp_builtin(function) else ""
-        is_sum = name in ("atomic_add", "atomic_sub")
-        if name in _WITHOUT_ADJOINT or (is_sum and call not in self.unused_results):
-            problem = f"Warp's adjoint takes 0 for the derivative of `{ast.unparse(call):.60}`"
-            self.report(call, problem, "Compute the value from other functions.")
-        values: list[ast.expr] = [call]  # the adjoint of a function may use all arguments
-        if is_sum:
-            values = call.args[1:-1]  # only the indices, between the array and the added value
-        elif name == "where":
-            values = call.args[:1]  # the condition
-        elif isinstance(_captured_value(call.func, self.known_values), type):
-            values = []  # casts and constructors of vectors are linear
-        for value in values:
-            self.check_value(value)
+    def report(self, node: Any, problem: str, advice: str) -> None:
+        line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
+        source = ast.unparse(node).partition("\n")[0]  # of an `if` or a loop, the first line
+        self.problems.setdefault(line, f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice}")
 
-    def check_value(self, node: Any) -> None:
-        """Report an expression whose value the adjoint uses, if it is stale."""
-        if name := self.stale_part(node):
-            problem = f"Warp's adjoint uses a wrong value of {name!r} in `{ast.unparse(node):.60}`"
-            self.report(node, problem, _STALE_ADVICE.format(self.max_unroll))
+    def values_used_by_adjoint(self, node: ast.AST) -> list[ast.expr]:
+        """Return the parts of a statement or expression whose values its adjoint uses.  Other parts may be stale."""
+        match node:
+            case ast.If(test=value) | ast.While(test=value) | ast.IfExp(test=value):
+                return [value]
+            case ast.For(iter=value) | ast.Subscript(slice=value):
+                return [value]
+            case ast.expr() if not self.is_active(node):
+                return []  # it has no gradient
+            case ast.BinOp(left=left, op=ast.Mult() | ast.MatMult(), right=right):
+                # adj_left += adj * right, and adj_right += adj * left, of which an inactive factor needs none.
+                return [other for factor, other in ((left, right), (right, left)) if self.is_active(factor)]
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                # adj_left += adj / right, and adj_right -= adj * left / right**2.
+                return [left, right] if self.is_active(right) else [right]
+            case ast.Call() if self.builtin_name(node) in _ATOMIC_SUMS:
+                return node.args[1:-1]  # only the indices, between the array and the added value
+            case ast.Call() if self.builtin_name(node) == "where":
+                return node.args[:1]  # the condition
+            case ast.Call() if isinstance(_captured_value(node.func, self.constants), type):
+                return []  # casts and constructors of vectors are linear
+            case ast.BinOp(op=ast.Pow()) | ast.Call():
+                return [node]  # all operands
+        return []
+
+    def lacks_adjoint(self, call: ast.Call) -> bool:
+        name = self.builtin_name(call)  # an atomic sum has an adjoint, but not for the old value that it returns
+        return name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and call not in self.unused_results)
+
+    def builtin_name(self, call: ast.Call) -> str:
+        return _builtin_name(_called_function(call.func, self.constants))
+
+    def is_active(self, node: ast.AST) -> bool:
+        return not self.active.isdisjoint(_operand_names(node))
 
     def stale_part(self, node: ast.AST) -> str:
         """Return a stale variable or element from which a value is computed, or an empty string."""
@@ -7345,20 +7339,9 @@ class _GradientCheck:
             match part:
                 case ast.Name(id=name) if name in self.stale:
                     return name
-                case ast.Subscript(value=ast.Name(id=name)) if name in self.arrays and self.later_stores[name] > 0:
-                    return ast.unparse(part)
+                case ast.Subscript(value=ast.Name(id=name)) if part.lineno <= self.last_stores.get(name, 0):
+                    return ast.unparse(part)  # an element of an output before the last store to it
         return ""
-
-    def is_active(self, node: ast.AST) -> bool:
-        return not self.active.isdisjoint(_operand_names(node))
-
-    def varies(self, node: ast.AST) -> bool:
-        """Return whether an operand is active or stale.  If one factor is neither, the adjoint of a product is correct.
-
-        For z = a * b, adj_a = b * adj_z and adj_b = a * adj_z.  If b is neither, adj_a is correct, and adj_b is not
-        needed.
-        """
-        return self.is_active(node) or self.stale_part(node) != ""
 
 
 def _operands(node: ast.AST) -> Iterator[ast.AST]:
@@ -7370,28 +7353,26 @@ def _operands(node: ast.AST) -> Iterator[ast.AST]:
         yield from _operands(child)
 
 
-def _operand_names(node: ast.AST) -> list[str]:
-    return [x.id for x in _operands(node) if isinstance(x, ast.Name)]
+def _operand_names(node: ast.AST) -> set[str]:
+    return {x.id for x in _operands(node) if isinstance(x, ast.Name)}
 
 
-def _assigned_names(node: ast.AST) -> list[str]:
-    """Return the variables that a statement assigns as a whole or in part: ["a"] for `a.b[i].c = 1.0`."""
-    targets = [x for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store)]
-    return [name for target in targets for name in _operand_names(target)]
+def _assigned_names(node: ast.AST) -> set[str]:
+    """Return the variables that a statement assigns as a whole or in part: {"a"} for `a.b[i].c = 1.0`."""
+    return _union(_operand_names(x) for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store))
 
 
 def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
-    """Warn of each statement of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
+    """Warn of each operation of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
     if kernel in _WARNED_KERNELS:
         return
     _WARNED_KERNELS.add(kernel)
-    max_unroll = _warp_options(kernel)["max_unroll"]
-    problems = _GradientCheck(kernel, active, max_unroll).problems
     is_int = sys.modules["warp"].types.type_is_int
-    _, *helpers = _warp_store_analysis(kernel).functions  # the first one is the kernel
-    for helper in helpers:  # any parameter may have a gradient, except integers
-        active = {x.label for x in helper.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
-        problems |= _GradientCheck(helper, active, max_unroll).problems
+    problems: dict[str, str] = {}
+    for function in _warp_source(kernel).functions:
+        if function is not kernel:  # any parameter of a helper may have a gradient, except integers
+            active = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
+        problems |= _GradientCheck(function, active, _warp_options(kernel)["max_unroll"]).problems
     for problem in problems.values():
         warnings.warn(
             f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
