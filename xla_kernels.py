@@ -7478,7 +7478,7 @@ class XLACustomKernel(_PickledByReference):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
         has_tracers = False
-        # `_INPUT_TYPES` has the types of Python scalars and arrays that need no conversion.  Tracers are not among them.
+        # `_INPUT_TYPES` has the types of scalars and arrays that need no conversion.  Tracers are not among them.
         if not _INPUT_TYPES.issuperset(map(type, ins)):
             ins, has_tracers = _convert_inputs(ins, self.title)
         declared_outs = outs
@@ -8441,11 +8441,11 @@ def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> lis
     outs = tuple([Spec(out.shape, out.dtype, **varying) for out in op_call.out_specs])
     try:
         function = _generated_function(entry, outs, op_call.params, _trace_context())
-        if entry.backend in _BACKENDS and isinstance(function, types.FunctionType):
-            # It may be a kernel(x, out) without its decorator, which takes more parameters than the inputs.  A function
-            # with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
-            if not hasattr(function, "__wrapped__"):
-                function = _with_checked_signature(function, subject, f" {_kernel_advice(entry.backend)}")
+        # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
+        is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
+        if is_plain_function and entry.backend in _BACKENDS:
+            # It may be a kernel(x, out) without its decorator, which takes more parameters than the inputs.
+            function = _with_checked_signature(function, subject, f" {_kernel_advice(entry.backend)}")
         returned = function(*ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
@@ -8776,7 +8776,7 @@ class _Backend(NamedTuple):
     """A backend whose kernels have a decorator.  An op may have other backends, with any names."""
 
     install_hints: dict[str, str]  # {platform: how to install the backend for it}
-    kernel_classes: tuple[str, ...]  # the classes of decorated kernels, as "top-level package.Class", so nothing is imported
+    kernel_classes: tuple[str, ...]  # of decorated kernels, as "top-level package.Class", so nothing is imported
     decorator: str  # for error messages
     wrap: Callable  # (decorated kernel, outs, **options) -> wrapper
     make_check: Callable[[], Any]  # returns a wrapper that computes 2 * x + y, for the self-check
