@@ -129,7 +129,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -546,7 +546,7 @@ def _native_lock_address(name: str) -> int:
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
 # The globals, closure variables and defaults that the code of a kernel references.  They are used for fingerprints
-# (3.2), for checks of stores (7.3, 8), and to find the CUDA package that a `numba_cuda_callable` uses (9.2).
+# (3.2), for checks of stores (7.3, 8), and to find the CUDA package that a `numba_cuda_callable` uses (9.3).
 
 
 def _py_func(kernel: Any) -> Any:
@@ -2375,7 +2375,7 @@ class _Emitter:
 # generated code: the machine code loads x in each call.  "Generate ..." describes the Python function.
 #
 # This holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5,
-# 9.3 and 10.4.  The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
+# 9.5 and 10.4.  The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
 
 type _Value = _Int64 | int  # a value of the generated code; an int is a constant
 
@@ -4854,44 +4854,43 @@ def _check_stores(
 # 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
 # Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
-# simulator.  The CUDA target that is a part of Numba is treated like numba-cuda.  All but the simulator compile a
-# kernel to machine code.  This section loads the machine code on each GPU, using CUDA's driver API, and writes a
-# handler that launches it.  Section 6 calls `_load_stream` and `_load_stream_and_device` of 9.3, for outputs and for
-# Python callbacks.  Section 10 uses 9.3 for Warp's kernels.
+# simulator, which runs kernels of numba-cuda in Python, on the CPU.  The CUDA target that is a part of Numba is treated
+# like numba-cuda.
 #
-# If a new version of these packages removes or renames one of these undocumented parts, there is an error:
+# From the user's call to a launch:
+#
+#     `_CudaKernel._find_target`              checks the call, and chooses its launch configuration (9.1, 9.2)
+#       `_CudaCompiler`                       compiles the kernel with its package (9.3), checks stores to inputs (9.4),
+#                                             and loads the machine code on each GPU, with CUDA's driver API (9.5)
+#         `_CudaEmitter`                      writes a handler that launches the kernel once per slice (9.5)
+#     `_CudaBatchLaunch.ensure_compiled`      when a batch is lowered: one launch for many slices (9.6)
+#
+# Section 6 calls `_load_stream` and `_load_stream_and_device` of 9.5, for outputs and for Python callbacks.  Section 10
+# uses 9.5 for Warp's kernels.
+#
+# Most of what this section uses of the packages is not documented.  If a new version removes or renames one of these
+# parts, there is an error:
 #
 #     dispatchers         `compile`, `overloads`, `targetoptions`, `py_func`, `_can_compile`
 #     compiled kernels    `type_annotation`; `_codelibrary` and `entry_name`, or `ptx` and `metadata`
 #     `cuda`              `gpus`, `from_cuda_array_interface`, `external_stream`, `_numba_type_` of device arrays
 #     others              `FakeCUDAArray` of the simulator; `ir_utils.find_callname` and `.find_const` of Numba
 #
-# If one of these changes, there may be no error.  Run the tests named test_fakecuda before a version is supported.
+# If one of these facts changes, there may be no error, but tests named test_fakecuda fail.
 #
-# - the layout of parameters, and launches that need more than cuLaunchKernel (`check_launch`)
-# - the PTX of code that depends on z (`_PTX_MAY_DEPEND_ON_Z`), and calls of `cuda.grid` in Numba's IR
-# - functions that store to read-only arrays, and how typed code shows their calls (`_find_store_to_readonly`)
-# - whether compiled code keeps arrays alive, and whether XLA makes the context of the call's device current
+#     parameters          their layout (`param_words`)
+#     launches            the options and functions that need more than cuLaunchKernel (`_check_launch`)
+#     z                   how PTX and Numba's IR show its uses (`_PTX_MAY_DEPEND_ON_Z`, `_n_cuda_grid_indices`)
+#     stores              which functions ignore read-only arrays, and their typed code (`_find_store_to_readonly`)
+#     lifetimes           compiled code keeps global arrays alive (`_CudaLauncher`)
+#     contexts            XLA makes the context of the call's device current (`_CudaEmitter`)
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
-_CUDA_BLOCKS = {1: (256, 1, 1), 2: (16, 16, 1), 3: (8, 8, 4)}  # the default, by the number of dimensions of launch_dims
-_CUDA_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64), "launch_dims": (sys.maxsize,) * 3}
-_CUDA_MAX_THREADS = 1024  # in a block
-_CUDA_LIMIT_FIXES = {
-    "grid": "Put the largest size in x, or let each thread run several elements: "
-    "for i in range(cuda.grid(1), n, cuda.gridsize(1)).",
-    "block": "Use smaller blocks and a larger grid.",
-    "launch_dims": "Pass the number of threads, such as launch_dims=lambda x: x.size.",
-}
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
 _CUDA_PLATFORM_PHRASE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
     "CPUs. For compiled code on CPUs, use numba_kernel"
 )
-# numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once.
-_GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
-# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
-_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
 @_with_option_advice
@@ -5059,7 +5058,17 @@ def numba_cuda_callable(
     return _wrapper_or_decorator(_CudaCallable, options.pop("func"), _Options(**options))
 
 
-# -- 9.1 Launch configurations and wrappers -----------------------------------------------------------
+# -- 9.1 Launch configurations -------------------------------------------------------------------------
+# Sizes are in the order (x, y, z).  Missing ones are 1.
+#
+#     option         unit                                         default
+#     launch_dims    threads of the grid, in each dimension       none: `grid` and `block` are given
+#     block          threads of a block, in each dimension        `threads_per_block`, or `_DEFAULT_BLOCKS`
+#     grid           blocks, in each dimension                    `launch_dims` / `block`, rounded up
+#     shared_mem     bytes of dynamic shared memory of a block    0
+#
+# For example, launch_dims=(100, 30) has block=(16, 16, 1) and grid=(7, 2, 1).  The launch attribute of the call is
+# [7, 2, 1, 16, 16, 1, 0], a `_LaunchConfig`.
 
 
 class _LaunchConfig(NamedTuple):
@@ -5090,6 +5099,47 @@ class _LaunchConfig(NamedTuple):
 
 
 _CUDA_LAUNCH_WORDS = len(_LaunchConfig._fields)
+_CUDA_MAX_THREADS = 1024  # in a block
+_CUDA_MAX_GRID_Z = 65535
+_DEFAULT_BLOCKS = {1: (256, 1, 1), 2: (16, 16, 1), 3: (8, 8, 4)}  # by the number of dimensions of `launch_dims`
+
+
+class _SizesOption(NamedTuple):
+    """An option that is an int, or a tuple of one to three ints (x, y, z), and its limits."""
+
+    name: str
+    minimum: int
+    maxima: tuple[int, int, int]
+    fix: str  # a sentence for errors
+
+    def xyz(self, value: Any, origin: str = "") -> tuple[int, int, int]:
+        """Return the sizes x, y and z.  Check the limits.
+
+        `origin` follows the value in errors.  It says where a value comes from that the user has not given.
+        """
+        name = self.name
+        error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
+        sizes = _ints(value, error_text)
+        if not 1 <= len(sizes) <= 3:
+            raise ValueError(error_text)
+        xyz = (*sizes, 1, 1)[:3]
+        for axis, size, maximum in zip("xyz", xyz, self.maxima):
+            if not self.minimum <= size <= maximum:
+                raise ValueError(
+                    f"{name}.{axis} must be an int from {self.minimum} to {maximum}; got {size} in "
+                    f"{name}={xyz}{origin}. {self.fix}"
+                )
+        return xyz
+
+
+_GRID_FIX = (
+    "Put the largest size in x, or let each thread run several elements: "
+    "for i in range(cuda.grid(1), n, cuda.gridsize(1))."
+)
+_THREADS_FIX = "Pass the number of threads, such as launch_dims=lambda x: x.size."
+_GRID = _SizesOption("grid", 0, (2**31 - 1, 65535, _CUDA_MAX_GRID_Z), _GRID_FIX)
+_BLOCK = _SizesOption("block", 1, (1024, 1024, 64), "Use smaller blocks and a larger grid.")
+_LAUNCH_DIMS = _SizesOption("launch_dims", 0, (sys.maxsize,) * 3, _THREADS_FIX)
 
 
 def _ints(value: Any, error_text: str) -> tuple:
@@ -5108,61 +5158,6 @@ def _int_in_range(name: str, value: Any, minimum: int, maximum: int, fix: str) -
     if not minimum <= number <= maximum:
         raise ValueError(error_text)
     return number
-
-
-def _dim3(name: str, value: Any, origin: str = "") -> tuple[int, int, int]:
-    """Return the sizes (x, y, z) that an option gives as an int or as one to three ints.  Check CUDA's limits.
-
-    `origin` is a part of errors.  It says from which option the value was computed.
-    """
-    error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
-    sizes = _ints(value, error_text)
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(error_text)
-    xyz = (*sizes, 1, 1)[:3]
-    fix = _CUDA_LIMIT_FIXES[name]
-    minimum = 1 if name == "block" else 0
-    for axis, size, limit in zip("xyz", xyz, _CUDA_LIMITS[name]):
-        if not minimum <= size <= limit:
-            raise ValueError(
-                f"{name}.{axis} must be an int from {minimum} to {limit}; got {size} in {name}={xyz}{origin}. {fix}"
-            )
-    n_threads = math.prod(xyz)
-    if name == "block" and n_threads > _CUDA_MAX_THREADS:
-        raise ValueError(f"A block has at most {_CUDA_MAX_THREADS} threads; block={xyz} has {n_threads}. {fix}")
-    return xyz
-
-
-def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, index_function: str) -> None:
-    """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
-
-    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.
-    """
-    if n_dims != n_indices:
-        raise ValueError(
-            f"launch_dims needs one int for each index of a thread. {title}: {launch_text} has "
-            f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}. "
-            f"For example, pass launch_dims={(64,) * max(n_indices, 1)}."  # a Warp kernel may have no index
-        )
-
-
-def _n_cuda_grid_indices(kernel: Any) -> int:
-    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers.
-
-    Return 0 if there are none, or if no n is known.
-    """
-    from numba.core import ir_utils
-
-    n_indices = [0]
-    for function in _kernel_and_helpers(kernel):
-        numba_ir = _numba_ir(function)
-        for block in numba_ir.blocks.values() if numba_ir else ():
-            for call in block.find_exprs("call"):
-                name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
-                if name == "grid" and _is_library_module(str(module)):
-                    for size in (*call.args, *dict(call.kws).values()):
-                        n_indices.append(ir_utils.guard(ir_utils.find_const, numba_ir, size) or 0)
-    return max(n_indices)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -5189,6 +5184,62 @@ class _CudaOptions(_Options):
         if (size := self.threads_per_block) is not None:
             fix = "For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
             self.threads_per_block = _int_in_range("threads_per_block", size, 1, _CUDA_MAX_THREADS, fix)
+
+    def launch_config(self, launch_dims: Any) -> _LaunchConfig:
+        """Return the launch configuration for these `launch_dims`.  If they are None, use `grid` and `block`."""
+        if launch_dims is None:
+            config = _LaunchConfig(*_GRID.xyz(self.grid), *_BLOCK.xyz(self.block), self.shared_mem)
+            if config.threads_per_block > _CUDA_MAX_THREADS:
+                raise ValueError(
+                    f"A block has at most {_CUDA_MAX_THREADS} threads; block={config.block} has "
+                    f"{config.threads_per_block}. {_BLOCK.fix}"
+                )
+            return config
+        n_threads = _LAUNCH_DIMS.xyz(launch_dims)
+        n_dims = np.size(launch_dims)  # 1 for an int
+        block = _DEFAULT_BLOCKS[n_dims]
+        if self.threads_per_block:
+            block = self.threads_per_block, 1, 1
+            if n_dims > 1:
+                raise ValueError(
+                    "threads_per_block is for launch_dims of one dimension; got threads_per_block="
+                    f"{self.threads_per_block} and launch_dims={launch_dims}. Pass grid=(x, y), block=(x, y) instead."
+                )
+        n_blocks = tuple(-(-size // block_size) for size, block_size in zip(n_threads, block, strict=True))
+        return _LaunchConfig(*_GRID.xyz(n_blocks, f", from launch_dims={launch_dims}"), *block, self.shared_mem)
+
+
+def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, index_function: str) -> None:
+    """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
+
+    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.  `launch_text`
+    shows the launch, for example "launch_dims=7".
+    """
+    if n_dims != n_indices:
+        raise ValueError(
+            f"launch_dims needs one int for each index of a thread. {title}: {launch_text} has "
+            f"{_counted(n_dims, 'dimension')}, but {index_function} returns {_counted(n_indices, 'value')}. "
+            f"For example, pass launch_dims={(64,) * max(n_indices, 1)}."  # a Warp kernel may have no index
+        )
+
+
+def _n_cuda_grid_indices(kernel: Any) -> int:
+    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if no n is known."""
+    from numba.core import ir_utils
+
+    n_indices = [0]
+    for function in _kernel_and_helpers(kernel):
+        numba_ir = _numba_ir(function)
+        for block in numba_ir.blocks.values() if numba_ir else ():
+            for call in block.find_exprs("call"):
+                name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
+                if name == "grid" and _is_library_module(str(module)):
+                    for size in (*call.args, *dict(call.kws).values()):
+                        n_indices.append(ir_utils.guard(ir_utils.find_const, numba_ir, size) or 0)
+    return max(n_indices)
+
+
+# -- 9.2 The wrappers ----------------------------------------------------------------------------------
 
 
 class _CudaWrapper(_NumbaWrapper):
@@ -5243,7 +5294,7 @@ class _CudaKernel(_CudaWrapper):
         super().__init__(kernel, options)
         self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
-            self._launch_config([])  # raises an error for wrong options
+            options.launch_config(options.launch_dims)  # raises an error for wrong options
 
     def __getitem__(self, config: Any) -> Any:
         raise TypeError(
@@ -5254,19 +5305,24 @@ class _CudaKernel(_CudaWrapper):
     def _find_target(self, call: _CallParams) -> _Target:
         package = self.package
         signature = self._checked_signature(call)
-        config = self._launch_config(call.ins, checks_indices=True)
+        launch_dims = self._option_value("launch_dims", call.ins)
+        config = self.options.launch_config(launch_dims)
+        if launch_dims is not None and (n_indices := _n_cuda_grid_indices(self.kernel)):
+            _check_n_indices(self.title, f"launch_dims={launch_dims}", np.size(launch_dims), n_indices, "cuda.grid")
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
         checks_outputs = self.options.zero_outputs is None
 
         def compile_handler() -> _CompiledHandler | None:
-            # Numba's IR proves that a kernel does not write to most of its inputs.  For the others, the package checks
-            # the types that Numba infers, when it compiles the kernel.
             only_read = _find_only_read(self.kernel)  # parameters and globals
-            handler = None
-            if package.runs_here:
+            if not _local_devices(package.platform):  # this process only lowers programs
+                handler = None
+            elif package.platform == "cpu":  # the simulator
+                handler = package.compile_handler(self.kernel, argument_map, signature)
+            else:
                 unproven = argument_map.names_of(_unproven_inputs(only_read, argument_map, signature), self.parameters)
-                handler = package.compile_kernel_and_handler(self.kernel, argument_map, signature, in_order, unproven)
+                compiler = _CudaCompiler(package, self.kernel, argument_map, signature, in_order, unproven)
+                handler = compiler.compile_kernel_and_handler()
             if checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
                 stored = argument_map.maybe_written(only_read)
@@ -5283,30 +5339,6 @@ class _CudaKernel(_CudaWrapper):
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _launch_config(self, ins: Sequence[Spec], checks_indices: bool = False) -> _LaunchConfig:
-        """Return the launch configuration of a call.
-
-        If `checks_indices`, raise an error if `launch_dims` does not fit the number of indices of `cuda.grid`.
-        """
-        options = self.options
-        dims = self._option_value("launch_dims", ins)
-        if dims is None:
-            return _LaunchConfig(*_dim3("grid", options.grid), *_dim3("block", options.block), options.shared_mem)
-        threads = _dim3("launch_dims", dims)
-        n_dims = np.size(dims)  # 1 for an int
-        block = _CUDA_BLOCKS[n_dims]
-        if options.threads_per_block:
-            block = options.threads_per_block, 1, 1
-            if n_dims > 1:
-                raise ValueError(
-                    "threads_per_block is for launch_dims of one dimension; got threads_per_block="
-                    f"{options.threads_per_block} and launch_dims={dims}. Pass grid=(x, y), block=(x, y) instead."
-                )
-        if checks_indices and (n_indices := _n_cuda_grid_indices(self.kernel)):
-            _check_n_indices(self.title, f"launch_dims={dims}", n_dims, n_indices, "cuda.grid")
-        grid = tuple(-(-size // per_block) for size, per_block in zip(threads, block, strict=True))
-        return _LaunchConfig(*_dim3("grid", grid, f", from launch_dims={dims}"), *block, options.shared_mem)
-
 
 class _CudaCallable(_CudaWrapper):
     """The wrapper of a Python function that launches Numba CUDA kernels."""
@@ -5320,9 +5352,9 @@ class _CudaCallable(_CudaWrapper):
         super().__init__(func, options)
 
     def _find_target(self, call: _CallParams) -> _Target:
+        signature = self._checked_signature(call)
         function = getattr(self.kernel, "__func__", self.kernel)  # of a method
         package = _callable_package(function)
-        signature = self._checked_signature(call)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.buffers, "a stream"])
         readonly_inputs = frozenset(range(len(call.ins))).difference(dict(call.aliases))
         for helper in _kernel_and_helpers(function):
@@ -5333,7 +5365,7 @@ class _CudaCallable(_CudaWrapper):
         run = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler() -> _CompiledHandler | None:
-            if not package.runs_here:
+            if not _local_devices(package.platform):  # this process only lowers programs
                 return None
             return _compile_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
 
@@ -5370,151 +5402,31 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
         )
 
 
-# -- 9.2 The packages that compile kernels ------------------------------------------------------------
-# The differences between numba-cuda, numba-cuda-mlir and the simulator.
+# -- 9.3 The packages ----------------------------------------------------------------------------------
+# A package has three members: `module`, the name of its module `cuda`; `platform`, the platform on which JAX calls its
+# kernels; and `callback_emitter(signature, run, readonly_inputs)`.  This method returns an emitter that calls
+# `run(arrays, stream, launch_address)` in Python for each slice, with arrays and a stream of the package, and the
+# address of the launch attribute.  `readonly_inputs` has the indices of the inputs that are read-only arrays.
+type _CudaPackage = _GpuPackage | _CudaSimulator
+
+# numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once.
+_GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
 
 
-class _CudaPackage:
-    """A package that runs kernels of `@cuda.jit`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _GpuPackage:
+    """A package that compiles kernels for GPUs."""
 
-    Subclasses define `compile_kernel_and_handler` and `callback_emitter`.
-    """
-
-    module: str  # the name of the module `cuda`
-    platform: str  # the platform on which JAX calls the kernels
+    module: str
+    device_inline: str  # the option `inline` of a device function that an adapter calls
+    ptx_and_entry: Callable[[Any], tuple[str, str]]  # of a compiled kernel, and the kernel's name in the PTX
+    cubin: Callable[[Any], Any]  # of a compiled kernel, for the current device
+    param_words: Callable[[_KernelArray], list]  # the int64 parameters that a kernel takes for an array
+    platform: str = "cuda"
 
     @property
     def cuda(self) -> Any:
         return importlib.import_module(self.module)
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether this process has a device.  Otherwise it only lowers programs."""
-        return bool(_local_devices(self.platform))
-
-
-# {kernel: its fingerprint when a wrapper first compiled it}.  Numba keeps compiled code per kernel, so a later wrapper
-# may get code that contains the captured values of that time.  A batch launch, which is compiled later, would contain
-# the new values.  So if they differ, each slice has a launch.
-_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
-
-
-class _NumbaCuda(_CudaPackage):
-    """The package numba-cuda, or the CUDA target that is a part of Numba."""
-
-    module = "numba.cuda"
-    platform = "cuda"
-    adapter_inline = "never"  # the option `inline` of a kernel that is called by another kernel (`adapted`)
-
-    # -- compiling --
-
-    def compile_kernel_and_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
-    ) -> _CompiledHandler:
-        """Compile a kernel and its handler.
-
-        `unproven` has the names of the inputs to which the kernel may write, as far as Numba's IR shows.  If the types
-        that Numba infers do not exclude such a store either, raise an error.
-        """
-        first_fingerprint = _FIRST_FINGERPRINTS.setdefault(kernel, _fingerprint(kernel))
-        launcher, ptx = self.compile_and_load(self.adapted(kernel, argument_map), signature, unproven)
-        handler = _compile_handler(signature, _CudaEmitter(self, launcher))
-        batch = _CudaBatchLaunch(self, kernel, argument_map, signature, in_order, first_fingerprint, ptx, handler)
-        return handler._replace(batch_launch=batch)  # the copy shares `data` and `keep_alive` with `handler`
-
-    def adapted(self, kernel: Any, argument_map: _ArgumentMap) -> Any:
-        """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature.
-
-        This is the user's kernel itself, if possible.  Otherwise it is a new kernel: the adapter of the argument map,
-        which calls the user's kernel as a device function; or a copy without the explicit signatures of the original.
-        """
-        is_plain = argument_map.is_identity_for(kernel)
-        if is_plain and kernel._can_compile:
-            return kernel
-        function = kernel.py_func
-        options = dict(kernel.targetoptions)
-        if not is_plain:
-            on_device = type(kernel)(function, {**options, "device": True, "inline": self.adapter_inline})
-            function = argument_map.make_adapter(on_device, cuda=self.cuda)
-        return type(kernel)(function, options)
-
-    def compile_and_load(
-        self, dispatcher: Any, signature: _Signature, unproven: Sequence[str] = ()
-    ) -> tuple[_CudaLauncher, str]:
-        """Compile a kernel for the buffers of a signature, check it, and load it on each GPU.  Also return its PTX."""
-        ordinals = _cuda_ordinals()
-        with self.on_device(ordinals[0]):
-            compiled = self.compile(dispatcher, signature, unproven)
-            ptx, entry = self.ptx_and_entry(compiled)
-        self.check_launch(dispatcher, ptx, entry, signature)
-        libcuda = _LibCuda()
-        functions = {}
-        max_threads = _CUDA_MAX_THREADS
-        for ordinal in ordinals:
-            with self.on_device(ordinal):
-                functions[ordinal] = function = libcuda.load(self.cubin(compiled), entry, ordinal)
-                max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
-        return _CudaLauncher(signature.label, libcuda, functions, compiled, max_threads), ptx
-
-    def compile(self, dispatcher: Any, signature: _Signature, unproven: Sequence[str]) -> Any:
-        """Compile a kernel for the current device.  Raise an error if it may write to one of the `unproven` inputs."""
-        import numba
-
-        # The CUDA target that is a part of Numba uses Numba's types.
-        types_module = self.cuda.types if hasattr(self.cuda.types, "Array") else numba.types
-        # If it does not compile for read-only inputs (`readonly_error`), it is compiled for writable ones.
-        compiled, readonly_error = _compile_readonly_or_writable(
-            self.module, dispatcher.compile, types_module, signature
-        )
-        if not unproven:
-            return compiled  # also for writable inputs: Numba's IR has proven that the kernel does not write to them
-        title = f"Kernel {signature.label!r}"
-        if readonly_error:
-            raise _writable_only_error(title, unproven, readonly_error) from readonly_error
-        typed = compiled
-        if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
-            uncached = type(dispatcher)(dispatcher.py_func, dict(dispatcher.targetoptions))
-            typed = uncached.compile(_array_types(types_module, signature))
-        # Numba has rejected all other stores to read-only inputs.
-        if statement := _find_store_to_readonly(typed.type_annotation):
-            reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"{title} may write", unproven, reason)
-        return compiled
-
-    def check_launch(self, dispatcher: Any, ptx: str, entry: str, signature: _Signature) -> None:
-        """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
-        # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else.
-        n_words = sum(len(self.param_words(_KernelArray(0, [1] * rank, itemsize=1))) for rank in signature.ranks)
-        param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
-        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
-        has_known_params = re.search(entry_with_params, ptx)
-        obstacles = {
-            "debug=True": dispatcher.targetoptions.get("debug"),  # Numba reads an error code after the launch
-            "a cooperative launch": "cudaCG" in ptx,  # functions of `cuda.cg`
-            f"parameters in a layout of {self.module} that this library does not know": not has_known_params,
-        }
-        for obstacle, is_present in obstacles.items():
-            if is_present:
-                raise TypeError(
-                    f"numba_cuda_kernel {signature.label!r} has {obstacle}. A handler launches a kernel with one call "
-                    "of cuLaunchKernel, which is not enough here. Launch the kernel in a Python function, and wrap it "
-                    "with numba_cuda_callable."
-                )
-
-    def ptx_and_entry(self, compiled: Any) -> tuple[str, str]:
-        """Return the PTX, and the name of the kernel in it."""
-        return compiled._codelibrary.get_asm_str(), compiled.entry_name
-
-    def cubin(self, compiled: Any) -> Any:
-        """Return the machine code for the current device."""
-        cubin = compiled._codelibrary.get_cubin()
-        return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
-
-    def param_words(self, array: _KernelArray) -> list:
-        """Return the int64 parameters that a kernel takes for an array."""
-        return _numba_array_members(array)
-
-    # -- running --
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
@@ -5530,23 +5442,12 @@ class _NumbaCuda(_CudaPackage):
                 device.__exit__(None, None, None)
 
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
-
-        `readonly_inputs` has the indices of the inputs that `run` gets as read-only arrays.  `launch_address` is the
-        address of the launch attribute.
-        """
-
         def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
-                    interface = {
-                        "shape": shape,
-                        "typestr": dtype.str,
-                        "data": (pointer, False),
-                        "version": 3,
-                        "stream": stream,  # the default stream for copies and fills of the array
-                    }
+                    interface = {"shape": shape, "typestr": dtype.str, "data": (pointer, False), "version": 3}
+                    interface["stream"] = stream  # the default stream for copies and fills of the array
                     array = self.cuda.from_cuda_array_interface(interface, sync=False)
                     arrays.append(_as_read_only(array) if k in readonly_inputs else array)
                 run(arrays, self.cuda.external_stream(stream), launch_address)
@@ -5554,19 +5455,48 @@ class _NumbaCuda(_CudaPackage):
         return _CallbackEmitter(signature, body, _LibCuda())
 
 
+def _memref_descriptor(array: _KernelArray) -> list[_Value]:
+    """Return an array as MLIR passes it: allocated and aligned pointer, offset, shape, strides in elements."""
+    return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
+
+
+def _numba_cubin(compiled: Any) -> bytes:
+    cubin = compiled._codelibrary.get_cubin()
+    return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
+
+
+_NUMBA_CUDA = _GpuPackage(
+    module="numba.cuda",
+    device_inline="never",
+    ptx_and_entry=lambda compiled: (compiled._codelibrary.get_asm_str(), compiled.entry_name),
+    cubin=_numba_cubin,
+    param_words=_numba_array_members,
+)
+_NUMBA_CUDA_MLIR = _GpuPackage(
+    module="numba_cuda_mlir.cuda",
+    device_inline="always",  # otherwise a kernel that another kernel calls has no shared memory
+    ptx_and_entry=lambda compiled: (compiled.ptx, compiled.metadata["func_name"]),
+    cubin=lambda compiled: compiled.metadata["cubin"],  # for the GPU that was current when the kernel was compiled
+    param_words=_memref_descriptor,
+)
+
+# The packages have no option for read-only device arrays.  So an input of a callable gets a subclass of its class:
+#
+#     kernel[...](x)       does not compile if it stores to x, because `_numba_type_` is a read-only type
+#     x[0] = 1             raises an error, like all Python methods that write
+#     x[1:], x.view(...)   are read-only, too
+
+
 def _as_read_only(device_array: Any) -> Any:
     """Make a device array read-only, and return it."""
     array_class: Any = type(device_array)
-    device_array.__class__ = _read_only_class(array_class)  # the packages have no option for this
+    device_array.__class__ = _read_only_class(array_class)
     return device_array
 
 
 @functools.cache
 def _read_only_class(device_array_class: Any) -> type:
-    """Return a subclass of a package's device arrays whose elements cannot be assigned, by kernels or by Python.
-
-    The packages compile a kernel for `_numba_type_` of its arguments.
-    """
+    """Return a subclass of a package's device arrays that is read-only for kernels and for Python."""
 
     class _ReadOnlyDeviceArray(device_array_class):
         @property
@@ -5584,33 +5514,20 @@ def _read_only_class(device_array_class: Any) -> type:
     return _ReadOnlyDeviceArray
 
 
-class _NumbaCudaMlir(_NumbaCuda):
-    """The package numba-cuda-mlir (0.6.0).  It has no simulator, and compiles only for the current GPU."""
-
-    module = "numba_cuda_mlir.cuda"
-    adapter_inline = "always"  # otherwise a kernel that another kernel calls has no shared memory
-
-    def ptx_and_entry(self, compiled: Any) -> tuple[str, str]:
-        return compiled.ptx, compiled.metadata["func_name"]
-
-    def cubin(self, compiled: Any) -> Any:
-        return compiled.metadata["cubin"]
-
-    def param_words(self, array: _KernelArray) -> list:
-        """Return an MLIR memref descriptor: allocated and aligned pointer, offset, shape, strides in elements."""
-        return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
+# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
+_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
-class _CudaSimulator(_CudaPackage):
+class _CudaSimulator:
     """Numba's simulator, which runs one kernel at a time, in Python."""
 
     module = "numba.cuda"
     platform = "cpu"
 
-    def compile_kernel_and_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, unproven: Sequence[str]
-    ) -> _CompiledHandler:
+    def compile_handler(self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> _CompiledHandler:
         """Compile a handler.  NumPy rejects stores to inputs when the kernel runs."""
+        from numba import cuda
+
         adapter = argument_map.make_adapter(kernel.py_func)
 
         # The simulator replaces `cuda` in the globals of the launched function.  The adapter has globals of its own, so
@@ -5619,8 +5536,7 @@ class _CudaSimulator(_CudaPackage):
             adapter(*buffers)
 
         namespace = kernel.py_func.__globals__
-        launched = types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__)
-        simulated = self.cuda.jit(launched)
+        simulated = cuda.jit(types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__))
 
         def run(arrays: list, stream: Any, launch_address: int) -> None:
             config = _read_launch_config(launch_address)
@@ -5629,6 +5545,7 @@ class _CudaSimulator(_CudaPackage):
         return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
 
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        from numba import cuda
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
         def body(buffers: list, launch_address: int, *_: int) -> None:
@@ -5645,15 +5562,13 @@ class _CudaSimulator(_CudaPackage):
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in readonly_inputs
             with _CUDASIM_LOCK:
-                run(list(map(FakeCUDAArray, copies)), self.cuda.stream(), launch_address)
+                run(list(map(FakeCUDAArray, copies)), cuda.stream(), launch_address)
             for k in range(signature.n_in, len(views)):
                 views[k][...] = copies[k]
 
         return _CallbackEmitter(signature, body)
 
 
-_NUMBA_CUDA = _NumbaCuda()
-_NUMBA_CUDA_MLIR = _NumbaCudaMlir()
 _CUDA_SIMULATOR = _CudaSimulator()
 
 
@@ -5663,7 +5578,7 @@ def _uses_cudasim() -> bool:
     return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
-def _cuda_package(value: Any) -> _NumbaCuda | _CudaSimulator | None:
+def _cuda_package(value: Any) -> _CudaPackage | None:
     """Return the package of a kernel or of a module `cuda`, and None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
     if module.startswith("numba_cuda_mlir"):
@@ -5674,35 +5589,145 @@ def _cuda_package(value: Any) -> _NumbaCuda | _CudaSimulator | None:
     return None
 
 
-def _callable_package(func: Any) -> _NumbaCuda | _CudaSimulator:
+def _callable_package(func: Any) -> _CudaPackage:
     """Return the package whose arrays and stream a callable gets.
 
-    If the callable captures a kernel or module `cuda` of only one package, it is this one.  Otherwise, if only one is
-    imported, it is this one.  Otherwise, it is numba-cuda-mlir if that is installed.
+    It is one of which the callable captures a kernel or the module `cuda`, else an imported, else an installed one:
+
+        kernel[1, 8, stream](x, out)               # captured: the package of `kernel`
+        self.kernels["f"][1, 8, stream](x, out)    # nothing is captured: an imported package
+
+    If this leaves two, it is numba-cuda-mlir.  A callable that uses it may also capture the module `numba`, which
+    counts as numba-cuda, for another reason: `numba.float32`.
     """
-    numba_cuda = _CUDA_SIMULATOR if _uses_cudasim() else _NUMBA_CUDA
+    packages: list[_CudaPackage] = [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]  # the preferred one first
+    if _uses_cudasim():
+        packages = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR]
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         values = [value for function in _kernel_and_helpers(func) for _, value in _captured_values(function)]
-    captured = {package for package in map(_cuda_package, values) if package}
-    imported = {package for package in (numba_cuda, _NUMBA_CUDA_MLIR) if package.module in sys.modules}
-    for packages in captured, imported:
-        if len(packages) == 1:
-            [package] = packages
-            return package
-    has_mlir = importlib.util.find_spec("numba_cuda_mlir") and not _uses_cudasim()
-    return _NUMBA_CUDA_MLIR if has_mlir else numba_cuda
+    captured = set(map(_cuda_package, values))
+    installed = [x for x in packages if importlib.util.find_spec(x.module.partition(".")[0])]
+    # The maximum of tuples of bools; of equal ones, the first.
+    return max(packages, key=lambda x: (x in captured, x.module in sys.modules, x in installed))
 
 
-def _writable_only_error(title: str, names: Sequence[str], readonly_error: Exception) -> TypeError:
-    """Return the error for a kernel that compiles only for writable inputs, and may write to one of these."""
-    text = _error_text(readonly_error)
-    if _is_store_to_readonly(readonly_error):
-        return _read_only_input_error(f"{title} writes", names, more=f"\n{text}")
-    reason = ": it compiles only for writable arrays"
-    advice = "If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures."
-    return _read_only_input_error(
-        f"{title} may write", names, reason, f" {advice}\nNumba's error for read-only arrays:\n{text}"
-    )
+# -- 9.4 Compiling -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _CudaCompiler:
+    """The compilation of one kernel for one signature, by numba-cuda or numba-cuda-mlir."""
+
+    package: _GpuPackage
+    kernel: Any  # the user's
+    argument_map: _ArgumentMap
+    signature: _Signature
+    in_order: bool  # whether the slices of a batch must run in order
+    unproven: Sequence[str]  # the names of the inputs to which the kernel may write, as far as Numba's IR shows
+
+    def compile_kernel_and_handler(self) -> _CompiledHandler:
+        """Compile the kernel and a handler that launches it once per slice.  Prepare a batch launch."""
+        first_fingerprint = _FIRST_FINGERPRINTS.setdefault(self.kernel, _fingerprint(self.kernel))
+        launcher, ptx = self.compile_and_load()
+        handler = _compile_handler(self.signature, _CudaEmitter(self.package, launcher))
+        batch_launch = _CudaBatchLaunch(self, first_fingerprint, ptx, handler)
+        return handler._replace(batch_launch=batch_launch)  # the copy shares `data` and `keep_alive` with `handler`
+
+    def compile_and_load(self) -> tuple[_CudaLauncher, str]:
+        """Compile the kernel, check it, and load it on each GPU.  Also return its PTX."""
+        package = self.package
+        kernel = self._kernel_of_buffers()
+        ordinals = _cuda_ordinals()
+        with package.on_device(ordinals[0]):
+            compiled = self._compile_and_check(kernel)
+            ptx, entry = package.ptx_and_entry(compiled)
+        self._check_launch(ptx, entry)
+        libcuda = _LibCuda()
+        functions = {}
+        max_threads = _CUDA_MAX_THREADS
+        for ordinal in ordinals:
+            with package.on_device(ordinal):
+                functions[ordinal] = function = libcuda.load(package.cubin(compiled), entry, ordinal)
+                max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
+        return _CudaLauncher(self.signature.label, libcuda, functions, compiled, max_threads), ptx
+
+    def _kernel_of_buffers(self) -> Any:
+        """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature."""
+        kernel = self.kernel
+        function = kernel.py_func
+        options = dict(kernel.targetoptions)
+        if not self.argument_map.is_identity_for(kernel):
+            device_options = options | {"device": True, "inline": self.package.device_inline}
+            device_function = type(kernel)(function, device_options)
+            function = self.argument_map.make_adapter(device_function, cuda=self.package.cuda)
+        elif kernel._can_compile:
+            return kernel
+        return type(kernel)(function, options)  # the adapter, or a copy without explicit signatures
+
+    def _compile_and_check(self, kernel: Any) -> Any:
+        """Compile a kernel of all buffers for the current device.  Raise an error if it may write to an input.
+
+        The first row that fits counts, as for CPUs (7.2).  But here a kernel gets no copies of inputs:
+
+            1. it compiles neither for read-only inputs nor for writable ones    error
+            2. Numba's IR proves that it only reads its inputs                   accepted
+            3. it compiles only for writable inputs                              error
+            4. it has a statement for which Numba ignores read-only arrays       error
+            5. otherwise: Numba rejects all other stores                         accepted
+        """
+        import numba
+
+        package = self.package
+        # The CUDA target that is a part of Numba uses Numba's types.
+        types_module = package.cuda.types if hasattr(package.cuda.types, "Array") else numba.types
+        compiler = package.module
+        compiled, readonly_error = _compile_readonly_or_writable(compiler, kernel.compile, types_module, self.signature)
+        if not self.unproven:  # row 2
+            return compiled
+        if readonly_error:  # row 3
+            raise self._writable_only_error(readonly_error) from readonly_error
+        typed = compiled
+        if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
+            uncached = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
+            typed = uncached.compile(_array_types(types_module, self.signature))
+        if statement := _find_store_to_readonly(typed.type_annotation):  # row 4
+            reason = f": Numba CUDA ignores that the array is read-only in {statement}"
+            raise _read_only_input_error(f"Kernel {self.signature.label!r} may write", self.unproven, reason)
+        return compiled
+
+    def _writable_only_error(self, readonly_error: Exception) -> TypeError:
+        """Return the error for a kernel that compiles only for writable inputs, and may write to an unproven one."""
+        title = f"Kernel {self.signature.label!r}"
+        text = _error_text(readonly_error)
+        if _is_store_to_readonly(readonly_error):
+            return _read_only_input_error(f"{title} writes", self.unproven, more=f"\n{text}")
+        more = (
+            " If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
+            f"Numba's error for read-only arrays:\n{text}"
+        )
+        reason = ": it compiles only for writable arrays"
+        return _read_only_input_error(f"{title} may write", self.unproven, reason, more)
+
+    def _check_launch(self, ptx: str, entry: str) -> None:
+        """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
+        # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else.
+        param_words = self.package.param_words
+        n_words = sum(len(param_words(_KernelArray(0, [1] * rank, 1))) for rank in self.signature.ranks)
+        param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
+        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
+        if self.kernel.targetoptions.get("debug"):  # Numba reads an error code after the launch
+            obstacle = "debug=True"
+        elif "cudaCG" in ptx:  # functions of `cuda.cg`
+            obstacle = "a cooperative launch"
+        elif not re.search(entry_with_params, ptx):
+            obstacle = f"parameters in a layout of {self.package.module} that this library does not know"
+        else:
+            return
+        raise TypeError(
+            f"numba_cuda_kernel {self.signature.label!r} has {obstacle}. A handler launches a kernel with one call of "
+            "cuLaunchKernel, which is not enough here. Launch the kernel in a Python function, and wrap it with "
+            "numba_cuda_callable."
+        )
 
 
 # Functions of Numba CUDA that store to their first argument, even if it is read-only, besides those of `cuda.atomic`.
@@ -5750,13 +5775,11 @@ def _statement_text(statement: Any) -> str:
     return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
 
 
-# -- 9.3 From a kernel to a handler -------------------------------------------------------------------
-# CUDA's driver, and machine code that gets the stream and launches.  Nothing here depends on the package that has
-# compiled a kernel, except for the layout of parameters (`param_words`).
+# -- 9.5 The driver, and a launch per slice ------------------------------------------------------------
+# Nothing here depends on the package that has compiled a kernel, except for the layout of parameters (`param_words`).
 #
 # As in section 6, functions with a parameter `ir` (the builder) run once, to generate code of a handler.  Their
 # docstrings describe the generated code: "Load x" means that the handler loads x in each call.
-
 
 # cuda.h: CUfunction_attribute and CUdevice_attribute
 _FUNC_MAX_THREADS_PER_BLOCK = 0
@@ -5916,7 +5939,7 @@ class _CudaEmitter(_Emitter):
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, so XLA may replay the launches in a CUDA graph
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda  # for `_HandlerBuilder`, which also sets new outputs to zeros with it
@@ -5933,20 +5956,14 @@ class _CudaEmitter(_Emitter):
         return [first + 8 * i for i in range(len(words))]
 
 
-# -- 9.4 A batch in one launch ------------------------------------------------------------------------
+# -- 9.6 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  When a batch is lowered for the first time, the
 # kernel is compiled again, for arrays whose first dimension is the slice.  The adapter (`_ArgumentMap`) passes
 # `b0[cuda.blockIdx.z]` to the user's kernel, or `b0[0]` for an array that all slices share.  Then `_CudaBatchLaunch`
 # replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so existing and exported programs use
 # the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It stays valid, because all
 # machine code lives forever.
-#
-#     at first                  the loop of `_CudaEmitter`: one launch per slice
-#     after `ensure_compiled`   the loop of `_CudaBatchEmitter`: one launch for up to 65,535 slices.  It calls the
-#                               first loop if a call already uses z, or needs more threads in a block than the second
-#                               compilation allows.
 
-_SLICES_ARE_ALONG_Z = "the slices are the blocks along z"
 # Finds the PTX of kernels for which the blocks along z cannot be slices.
 _PTX_MAY_DEPEND_ON_Z = re.compile(
     r"""
@@ -5959,23 +5976,32 @@ _PTX_MAY_DEPEND_ON_Z = re.compile(
     re.VERBOSE,
 )
 
+# {kernel: its fingerprint when a wrapper first compiled it}.  Numba keeps the compiled code of a kernel.  So later, the
+# kernel for one slice may contain older captured values than a kernel for batches would:
+#
+#     scale = 2.0; call(x)               # compiled for one slice, with 2.0
+#     scale = 3.0; jax.vmap(call)(x)     # would be compiled for batches with 3.0, so each slice has a launch, with 2.0
+_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
+
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
     names = []
     for function in _kernel_and_helpers(kernel):
-        only_read = _find_only_read(function)
         for name, value in _captured_values(function):
             is_array = not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-            if is_array and name not in only_read:
+            if is_array and name not in _find_only_read(function):
                 names.append(name)
     return names
 
 
 class _CudaBatchEmitter(_CudaEmitter):
-    """An emitter of code that launches a kernel once for many slices."""
+    """An emitter of code that launches a kernel once for many slices.
 
-    def __init__(self, package: _NumbaCuda, launcher: _CudaLauncher, loop_per_slice: int) -> None:
+    If the launch of a call uses z, or has too many threads in a block, the code calls the loop for one slice instead.
+    """
+
+    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
         """Create an emitter.  `loop_per_slice` is the address of the inner loop that `_CudaEmitter` has written."""
         super().__init__(package, launcher)
         self.loop_per_slice = loop_per_slice
@@ -5986,28 +6012,32 @@ class _CudaBatchEmitter(_CudaEmitter):
         with ir.if_((config.grid_z > 1) | has_too_many_threads):
             ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
-        with ir.each_launch_group(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+        with ir.each_launch_group(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
             write_launch(self._store_params(ir, arrays), z=n_slices)
 
 
 @dataclasses.dataclass
 class _CudaBatchLaunch:
-    """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler."""
+    """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler.
 
-    package: _NumbaCuda
-    kernel: Any
-    argument_map: _ArgumentMap  # this and the next fields describe the kernel for one slice
-    signature: _Signature
-    in_order: bool
+        state         reached by                                     inner loop of the registered handler
+        "untried"     the compilation for one slice                  one launch per slice (`_CudaEmitter`)
+        "compiled"    the first lowering of a batch                  one launch per 65,535 slices (`_CudaBatchEmitter`)
+        "failed"      the same, if the compilation fails             one launch per slice
+
+    The state changes once, under `lock`, on the thread that lowers.  XLA's threads may run calls at the same time.
+    """
+
+    compiler: _CudaCompiler  # of the kernel for one slice
     first_fingerprint: _Fingerprint  # see `_FIRST_FINGERPRINTS`
-    ptx: str  # may show why slices need a launch each
+    ptx: str  # of the kernel for one slice
     handler: _CompiledHandler  # the registered handler
-    was_tried: bool = False  # whether the compilation for batches was tried
-    launcher: _CudaLauncher | None = None  # of the kernel for batches; None if it was not tried, or failed
+    state: Literal["untried", "compiled", "failed"] = "untried"
+    max_threads: int = _CUDA_MAX_THREADS  # in a block of the kernel for batches, if it is compiled
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def ensure_compiled(self, launch: Sequence[int]) -> None:
-        """Compile the batch launch, unless that was tried before.  From then on, the registered handler uses it.
+        """Compile the batch launch, unless that was tried before.
 
         The caller logs the exceptions, as the reasons why a batch has a launch per slice.
 
@@ -6017,39 +6047,49 @@ class _CudaBatchLaunch:
         """
         config = _LaunchConfig(*launch)
         if config.grid_z > 1:
-            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and the launch uses z: grid={config.grid}")
-        with self.lock:
-            if not self.was_tried:
-                self.was_tried = True
-                launcher = self._compile_for_batches()
-                emitter = _CudaBatchEmitter(self.package, launcher, self.handler.data.inner_loop)
-                # Only its inner loop is used.  The signature stays that of a slice; the kernel has one more dimension.
-                batch_handler = _compile_handler(self.signature, emitter)
-                self.handler.keep_alive.append(batch_handler)
-                # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-                self.handler.data.inner_loop = batch_handler.data.inner_loop
-                self.launcher = launcher
-        if self.launcher and config.threads_per_block > self.launcher.max_threads:
             raise _BatchLaunchUnsupported(
-                f"a block of the kernel for batches can have {self.launcher.max_threads} threads, and "
-                f"block={config.block}"
+                f"the slices are the blocks along z, and the launch uses z: grid={config.grid}"
+            )
+        with self.lock:
+            if self.state == "untried":
+                self.state = "failed"  # unless the next line returns
+                self._replace_inner_loop(self._compile_for_batches())
+                self.state = "compiled"
+        if config.threads_per_block > self.max_threads:
+            raise _BatchLaunchUnsupported(
+                f"a block of the kernel for batches can have {self.max_threads} threads, and block={config.block}"
             )
 
     def _compile_for_batches(self) -> _CudaLauncher:
         """Compile and load the kernel for batches."""
-        if self.in_order:
+        kernel = self.compiler.kernel
+        signature = self.compiler.signature
+        if self.compiler.in_order:
             raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
         if uses_z := _PTX_MAY_DEPEND_ON_Z.search(self.ptx):
-            raise _BatchLaunchUnsupported(f"{_SLICES_ARE_ALONG_Z}, and its PTX has {uses_z[0]}")
-        if names := _device_arrays_written_by(self.kernel):
+            raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
+        if names := _device_arrays_written_by(kernel):
             raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
-        batch_signature = self.signature._replace(ranks=tuple(rank + 1 for rank in self.signature.ranks))
-        batch_map = self.argument_map._replace(slice_ranks=self.signature.ranks)
-        batch_kernel = self.package.adapted(self.kernel, batch_map)
-        launcher, _ = self.package.compile_and_load(batch_kernel, batch_signature)
-        if _fingerprint(self.kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
+        batch_compiler = dataclasses.replace(
+            self.compiler,
+            argument_map=self.compiler.argument_map._replace(slice_ranks=signature.ranks),
+            signature=signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks)),
+            unproven=(),  # the kernel for one slice has passed the check
+        )
+        launcher, _ = batch_compiler.compile_and_load()
+        if _fingerprint(kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
             raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
         return launcher
+
+    def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
+        """Replace the inner loop of the registered handler by a loop that launches the kernel for batches."""
+        emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler.data.inner_loop)
+        # Only its inner loop is used.  The signature stays that of a slice; the kernel has one more dimension.
+        batch_handler = _compile_handler(self.compiler.signature, emitter)
+        self.handler.keep_alive.append(batch_handler)
+        # Concurrent calls load this aligned word.  Both the old and the new value are valid.
+        self.handler.data.inner_loop = batch_handler.data.inner_loop
+        self.max_threads = launcher.max_threads
 
 
 # ======================================================================================================
@@ -7074,7 +7114,7 @@ class _WarpEmitter(_Emitter):
                 ir.store(value, words + 8 * position)
 
         if write_launch and self.is_batch_launch:
-            with ir.each_launch_group(buffers, count, _CUDA_LIMITS["grid"][2]) as (arrays, n_slices):
+            with ir.each_launch_group(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
                 replace_placeholders(arrays)
                 write_launch(params, z=n_slices)
             return
