@@ -67,8 +67,7 @@ work here.
 #     `_call_lowering`                          lowers the primitive to a custom call, which XLA compiles and runs
 #     the handler, with `run_batch`             runs the kernel, once per slice
 #
-# `_Wrapper`, section 6 and section 11 begin with diagrams of their own: the steps of `_Wrapper.__call__`, of the
-# handler, and of a call of an op.
+# `_Wrapper`, section 6 and section 11 begin with more detailed diagrams, of a wrapper, a handler and an op.
 #
 # Glossary.
 #
@@ -76,11 +75,15 @@ work here.
 #     buffer             an input, output or scratch array of a call
 #     scratch buffer     a temporary array that a kernel gets after its outputs, and that is not returned
 #     in-out argument    an argument that a kernel updates: its old value is an input, and its new value an output
-#     alias              a pair (i, j): output or scratch buffer j starts with the value of input i
+#     result             a result of the custom call: the outputs come first, then the scratch buffers
+#     alias              a pair (i, j): result j of the custom call starts with the value of input i
 #     batch, slice       a call under `vmap`; an element of a batch, for which the kernel runs once
+#     step               the number of bytes from one slice of a buffer to the next; 0 if that is the same slice
 #     replicated         of an operand: passed whole to each device of a mesh, instead of partitioned
 #     wrapper            the object that `numba_kernel` and the other public functions return
 #     op                 an `XLACustomKernel`
+#     static parameter   a keyword argument of an op, such as `power=2`, whose value is fixed when JAX traces the call
+#     generator          a function of an op's static parameters that returns a kernel
 #     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
 #     helper             a `@njit`, `@cuda.jit` or `@wp.func` function that a kernel references
 #     captured values    the globals, closure variables and defaults that a kernel references
@@ -167,7 +170,7 @@ __all__ = [
 # - `jax.export` reads `disabled_checks` after lowering (`export_checks`): test_export_with_symbolic_shape.
 
 Spec = jax.ShapeDtypeStruct
-_SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # placeholders that derivative rules may get instead of an array
+_SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # derivative rules may get these instead of arrays
 Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the slow import of jax.extend
 
 # For `warnings.warn(skip_file_prefixes=...)`, so that warnings point to the user's line.  CPython 3.12 and 3.13 do not
@@ -223,7 +226,7 @@ def _define_impl(primitive: Any, param_name: str) -> None:
 
 
 def _lowering_platforms(ctx: Any) -> Sequence[str]:
-    """Return the platforms for which a lowering rule generates code: all platforms of the program, or some of them."""
+    """Return the platforms for which a lowering rule generates code: those of the program, or a subset of them."""
     return ctx.platforms or ctx.module_context.platforms
 
 
@@ -490,22 +493,16 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 #
 # XLA programs refer to handlers only by target names, which XLA looks up in the process that runs the program.  Another
 # process may have compiled the program, because programs are exported, and JAX caches them on disk.  Therefore:
-#
 # - In all processes, a kernel has the same target name as long as it is unchanged (3.3).
 # - Within a process, kernels that may differ never have the same target name.
 #
-# Equal kernels share a target.  Otherwise, each call of a function that defines a kernel would compile it again, and
-# each copy would stay registered forever.  Two Warp kernels share a target if their specializations are equal, because
-# the options include Warp's hash of the kernel.  Two Numba or Numba CUDA kernels share a target if:
+# Each call of this function creates a kernel:
 #
-# 1. Their specializations are equal: signature, options and name (3.3).
-# 2. Their fingerprints are equal (3.2).  For example, a `def` statement that runs twice creates such kernels.
-# 3. No helper was recompiled after the first kernel, which contains the helper's old code (`_first_overloads`).
-# 4. Neither was compiled before its target was looked up, because its code may contain older captured values.  So a
-#    decorated kernel can share a target only for its first specialization (`_can_share_target`).
-# 5. Neither has attributes of a function, such as `__wrapped__`, which fingerprints do not cover (`_can_share_target`).
-# 6. Their machine code contains the captured values.  A `numba_cuda_callable`, and a kernel in Numba's CUDA simulator,
-#    run in Python instead, which reads globals on each run.
+#     def scaled(x, factor):
+#         return numba_kernel(lambda x: factor * x, outs=lambda x: x)(x)
+#
+# Kernels with equal factors have the same fingerprint (3.2), and share a target.  Otherwise, each call would compile a
+# kernel, which would stay registered forever.
 #
 # Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
 # specialization keeps the old value.  A call with another dtype or rank, and a new wrapper of a plain function, read
@@ -518,9 +515,9 @@ _INTERFACE_VERSION = 9
 
 _LOG = logging.getLogger(__name__)
 
-# State that all copies of this file in a process share, including vendored, reloaded and older copies, so the keys must
-# not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads only its own handlers.
-# The others are there to stay alive.
+# State that all copies of this file in a process share, including vendored, reloaded and older copies.  So its keys,
+# such as "names", must not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads
+# only its own handlers.  The others are there to stay alive.
 _PROCESS_STATE: dict[str, Any] = vars(
     sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
 )
@@ -618,8 +615,8 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
     visited_modules: list[types.ModuleType] = []  # modules may import each other
 
     def add(name: str, value: Any) -> None:
-        for part_name, part in _with_items(name, value):
-            pairs.append((part_name, part))
+        for part in _value_and_items(value):
+            pairs.append((name, part))
             if not isinstance(part, types.ModuleType) or part in visited_modules or _is_library_module(part.__name__):
                 continue
             visited_modules.append(part)
@@ -634,15 +631,15 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _with_items(name: str, value: Any, containers: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value).  If the value is a tuple or list, also yield (name, item) for each item, recursively.
+def _value_and_items(value: Any, container_ids: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield a value, and the items of a tuple or list, recursively: (1, [2]) yields (1, [2]), 1, [2] and 2.
 
-    `containers` has the `id` of each tuple and list around the value, because a list may contain itself.
+    `container_ids` has the `id` of each tuple and list around the value, because a list may contain itself.
     """
-    yield name, value
-    if isinstance(value, (tuple, list)) and id(value) not in containers:
+    yield value
+    if isinstance(value, (tuple, list)) and id(value) not in container_ids:
         for item in value:
-            yield from _with_items(name, item, (*containers, id(value)))
+            yield from _value_and_items(item, (*container_ids, id(value)))
 
 
 def _kernel_and_helpers(kernel: Any) -> list[Any]:
@@ -656,17 +653,20 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
 
 
 # -- 3.2 Fingerprints: which kernels compile to the same machine code ----------------------------------
-# Numba has no hash of a kernel that covers captured values.  So `_fingerprint` writes a line of text for each option,
-# code object and captured value of a kernel and its helpers.  The text is equal in all processes, so target names
-# contain its hash.  Values that may have the same text, such as two helpers that one `def` creates, are also compared
-# by identity.  For example:
+# Numba, unlike Warp, has no hash of a kernel that covers captured values.  So a fingerprint has a line of text for each
+# option, code object and captured value of a kernel and its helpers.  The text is equal in all processes, so target
+# names contain its hash.  Numba kernels with different fingerprints never share a target.
+#
+# Code, literals and small arrays have an exact text: equal texts mean equal values.  Other values only have a summary,
+# which may be the same for two values, such as two helpers that one `def` creates.  So they are also compared by
+# identity.  For example:
 #
 #     n = 2.0
 #     @numba.njit(fastmath=True)
 #     def kernel(x, out):
 #         out[0] = helper(n * x[0])
 #
-# has these lines among others, with True and 2.0 pickled.  Only `helper` is compared by identity.
+# has these lines among others, with True and 2.0 pickled.  Only the line of `helper` has a summary.
 #
 #     code = 9700740100... ('helper', 'n') ...
 #     fastmath = bool True
@@ -693,7 +693,7 @@ class _Fingerprint(NamedTuple):
     """The code, options and captured values of a kernel and its helpers."""
 
     text: str
-    compared_by_identity: tuple[_IdentityKey, ...]  # the values whose text may be that of another value
+    compared_by_identity: tuple[_IdentityKey, ...]  # the values without an exact text
 
 
 def _fingerprint(kernel: Any) -> _Fingerprint:
@@ -701,40 +701,39 @@ def _fingerprint(kernel: Any) -> _Fingerprint:
     lines = []
     compared_by_identity = []
     for function in _kernel_and_helpers(kernel):
-        for name, value in _compiler_inputs(function):
+        for name, value in _options_and_code(function) + _captured_values(function):
             text = _exact_text(value)
             if text is None:
-                text = _inexact_text(value)
+                text = _summary(value)
                 compared_by_identity.append(_IdentityKey(value))
             lines.append(f"{name} = {text}")
     return _Fingerprint("\n".join(lines), tuple(compared_by_identity))
 
 
-def _compiler_inputs(function: Any) -> list[tuple[str, Any]]:
-    """Return a (name, value) pair for each option, the code and each captured value of one function."""
-    inputs = dict(getattr(function, "targetoptions", {}))
-    inputs["chip"] = None  # numba_cuda_mlir (9) assigns this option when it compiles, so equal kernels may differ in it
+def _options_and_code(function: Any) -> list[tuple[str, Any]]:
+    """Return (name, value) pairs: the options and the code of one function, and the items of their values."""
+    values = dict(getattr(function, "targetoptions", {}))
+    values["chip"] = None  # numba_cuda_mlir (9) assigns this option when it compiles, so equal kernels may differ in it
     # `locals={"n": numba.int8}`.  The text of a type gets into target names.  The type itself is compared by identity,
     # because different types may have the same text.
     variable_types = sorted(getattr(function, "locals", {}).items())
-    inputs["locals"] = [(variable, str(numba_type), numba_type) for variable, numba_type in variable_types]
+    values["locals"] = [(variable, str(numba_type), numba_type) for variable, numba_type in variable_types]
     # The text of a class, because numba_cuda_mlir creates a class for each dispatcher.
-    inputs["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
+    values["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
     # The class of Numba's cache shows whether the kernel has `cache=True`.  Its machine code may then come from a file,
     # with the captured values of another process, so kernels without `cache=True` must not share it.
-    inputs["cache"] = type(getattr(function, "_cache", None)).__name__
-    inputs["code"] = getattr(_py_func(function), "__code__", None)
-    pairs = [pair for name in sorted(inputs) for pair in _with_items(name, inputs[name])]
-    return pairs + _captured_values(function)
+    values["cache"] = type(getattr(function, "_cache", None)).__name__
+    values["code"] = getattr(_py_func(function), "__code__", None)
+    return [(name, part) for name in sorted(values) for part in _value_and_items(values[name])]
 
 
 _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, types.NoneType, types.EllipsisType)
 
 
 def _exact_text(value: Any) -> str | None:
-    """Return a text that is equal in all processes and differs for different values; None if there is no such text.
+    """Return a text that determines a value, and is equal in all processes.  If there is none, return None.
 
-    The text of a tuple or list has only its length, because `_with_items` adds a pair for each item.
+    The text of a tuple or list has only its length, because each item gets a line of its own (`_value_and_items`).
     """
     cls = type(value)
     if cls in _LITERAL_TYPES or isinstance(value, np.generic):
@@ -745,7 +744,7 @@ def _exact_text(value: Any) -> str | None:
     if cls in (set, frozenset) and all(map(_is_literal, value)):  # such as fastmath={"nnan"}, or `x in {(1, 2)}`
         return f"{cls.__name__} {sorted(map(repr, value))}"
     if _is_plain_array(value) and _is_embedded_by_numba(value):
-        return f"{_inexact_text(value)} {hashlib.blake2b(value.tobytes()).hexdigest()}"
+        return f"{_summary(value)} {hashlib.blake2b(value.tobytes()).hexdigest()}"
     if cls is types.CodeType:
         return _code_text(value)
     return None
@@ -753,16 +752,11 @@ def _exact_text(value: Any) -> str | None:
 
 def _is_literal(value: Any) -> bool:
     """Return whether the type of a value is in `_LITERAL_TYPES`, or the value is a tuple of such values."""
-    if type(value) is tuple:
-        return all(map(_is_literal, value))
-    return type(value) in _LITERAL_TYPES
+    return all(map(_is_literal, value)) if type(value) is tuple else type(value) in _LITERAL_TYPES
 
 
-def _inexact_text(value: Any) -> str:
-    """Return a text that is equal in all processes, but may be the same for different values.
-
-    Examples are "CPUDispatcher __main__ helper" and "float32 (3,) (4,)".
-    """
+def _summary(value: Any) -> str:
+    """Return a text that is equal in all processes, such as "CPUDispatcher __main__ helper" or "float32 (3,) (4,)"."""
     if _is_plain_array(value):
         return f"{value.dtype} {value.shape} {value.strides}"
     return f"{type(value).__name__} {getattr(value, '__module__', '')} {getattr(value, '__name__', '')}"
@@ -771,7 +765,7 @@ def _inexact_text(value: Any) -> str:
 def _code_text(code: types.CodeType) -> str:
     """Return a text that determines what a code object does.  It has no line numbers, so the source may move."""
     # Each constant has an exact text, because it is a literal, a tuple, a frozenset of literals, or a code object.
-    constants = [_exact_text(constant) for _, constant in _with_items("", code.co_consts)]
+    constants = list(map(_exact_text, _value_and_items(code.co_consts)))
     counts_and_flags = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     return f"{code.co_code.hex()} {code.co_exceptiontable.hex()} {(*names, *counts_and_flags)} {constants}"
@@ -783,36 +777,32 @@ def _is_plain_array(value: Any) -> bool:
 
 
 def _is_embedded_by_numba(array: np.ndarray) -> bool:
-    """Return whether Numba copies a global array into the machine code.
-
-    The machine code reads other arrays at run time, at their addresses.
-    """
+    """Return whether Numba copies a global array into the machine code, which reads other arrays at their addresses."""
     size_limit = 10**6  # the local variable of this name in Numba's `BaseContext.make_constant_array`
-    is_contiguous = array.flags.forc  # in the order of C or Fortran
-    return is_contiguous and array.nbytes <= size_limit
+    return array.flags.forc and array.nbytes <= size_limit  # forc: contiguous in the order of Fortran or C
 
 
 def _can_share_target(kernel: Any) -> bool:
-    """Return whether a kernel was not compiled before, and its fingerprint covers all that decides its machine code."""
+    """Return whether the fingerprint of a kernel covers all that decides its machine code.
+
+    A decorated kernel must not be compiled yet, because its machine code may contain older captured values.  So it can
+    share a target only for its first specialization.
+    """
     is_plain_function = isinstance(kernel, types.FunctionType)
     if not is_plain_function and getattr(kernel, "overloads", True):  # a ufunc does not show whether it is compiled
-        return False  # compiled already, perhaps with other captured values
+        return False
     # A fingerprint has no attributes of the function.  Numba reads some, such as `__wrapped__` for the parameters.
     # Helpers need no such check, because fingerprints compare them by identity.
     return not vars(_py_func(kernel))
 
 
-def _first_overloads(kernel: Any) -> tuple[_IdentityKey, ...]:
-    """Return the first overload of each helper, or None if it is not compiled yet, as identity keys.
+def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
+    """Return an identity key of each helper's machine code: its first overload, or None if it is not compiled yet.
 
-    It shows whether a helper was recompiled: `Dispatcher.recompile` replaces all overloads, and the new ones may
-    contain other captured values.
+    `Dispatcher.recompile` replaces the machine code of a helper, which may then contain other captured values.
     """
-    keys = []
-    for helper in _kernel_and_helpers(kernel)[1:]:
-        overloads = getattr(helper, "overloads", {}).values()
-        keys.append(_IdentityKey(next(iter(overloads), None)))
-    return tuple(keys)
+    overloads = [getattr(helper, "overloads", {}).values() for helper in _kernel_and_helpers(kernel)[1:]]
+    return tuple(_IdentityKey(next(iter(overloads_of_helper), None)) for overloads_of_helper in overloads)
 
 
 # -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
@@ -906,9 +896,9 @@ class _TargetRegistry:
 
     def __init__(self) -> None:
         # Numba: {owner: {specialization without a fingerprint: target name}}.  The owner is a decorated kernel, or the
-        # wrapper of a plain function.
+        # wrapper of a plain function.  It keeps its targets, even if a captured variable is reassigned.
         self.names_by_owner: Any = weakref.WeakKeyDictionary()
-        # Numba kernels that can share a target: {(specialization, `_first_overloads` of the kernel): target name}.
+        # Numba kernels that can share a target: {(specialization, `_machine_code_of_helpers`): target name}.
         self.shared_names: dict[tuple[_Specialization, tuple[_IdentityKey, ...]], str] = {}
         self.warp_names: dict[_Specialization, str] = {}  # {specialization: target name}
         self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
@@ -923,34 +913,43 @@ class _TargetRegistry:
     ) -> str:
         """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
 
-        `freezes_globals` is False if Python reads globals on each run (condition 5 above).
+        `freezes_globals` is False for a `numba_cuda_callable`, and in Numba's CUDA simulator, because Python runs them,
+        and reads globals on each run.  They share no target, because their globals may be reassigned.
         """
         kernel = wrapper.kernel
         owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
         with _REGISTRY_LOCK:
             names = self.names_by_owner.setdefault(owner, {})
-        if specialization in names:
-            return names[specialization]
-        with self.compile_lock:
-            if specialization in names:  # another thread compiled the kernel while this one waited
-                return names[specialization]
-            full_specialization = specialization._replace(fingerprint=_fingerprint(kernel))
-            name = None
-            # This comes before the compilation, because a decorated kernel that is compiled cannot share a target.
-            can_share = freezes_globals and _can_share_target(kernel)
-            if can_share:
-                name = self.shared_names.get((full_specialization, _first_overloads(kernel)))
-            name = name or self._compile_and_register(full_specialization, compile_handler)
-            if can_share:
-                # Compiling a kernel compiles its helpers, so they may have first overloads only now.
-                self.shared_names[full_specialization, _first_overloads(kernel)] = name
-            names[specialization] = name
-            return name
+        if specialization not in names:
+            with self.compile_lock:
+                if specialization not in names:  # otherwise another thread compiled the kernel while this one waited
+                    name = self._share_or_compile(kernel, specialization, compile_handler, freezes_globals)
+                    names[specialization] = name
+        return names[specialization]
+
+    def _share_or_compile(
+        self,
+        kernel: Any,
+        specialization: _Specialization,
+        compile_handler: _CompileHandlerFunction,
+        freezes_globals: bool,
+    ) -> str:
+        """Return the target name of an equal kernel, if there is one.  Otherwise compile and register this kernel."""
+        specialization = specialization._replace(fingerprint=_fingerprint(kernel))
+        if not freezes_globals or not _can_share_target(kernel):
+            return self._compile_and_register(specialization, compile_handler)
+        name = self.shared_names.get((specialization, _machine_code_of_helpers(kernel)))
+        if name is None:
+            name = self._compile_and_register(specialization, compile_handler)
+            # The key is computed again, because compiling a kernel compiles its helpers.
+            self.shared_names[specialization, _machine_code_of_helpers(kernel)] = name
+        return name
 
     def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
         """Return the target name of a Warp kernel.  If no equal kernel has a target, compile and register the handler.
 
-        The caller holds `_WARP_LOCK`.
+        Warp's hash of the kernel is one of the options, so kernels with equal specializations are equal.  The caller
+        holds `_WARP_LOCK`.
         """
         if specialization not in self.warp_names:
             self.warp_names[specialization] = self._compile_and_register(specialization, compile_handler)
@@ -1611,24 +1610,23 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 
 
 # -- 5.2 Partitioning a batch over a mesh --------------------------------------------------------------
-# Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  For that, operands
-# and results of the custom call have these shapes, where `p` is the number of batch dimensions that are partitioned:
+# Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  XLA compares the rank
+# of each operand and result with the attribute `num_batch_dims` (custom_call_batch_partitioner.cc).  If the rank is
+# greater, XLA partitions the first `num_batch_dims` dimensions.  Otherwise, it replicates the operand.  So partitioned
+# arrays are padded with ones.  Let p be `n_partitioned`, the number of batch dimensions that are partitioned, and let r
+# be `max_slice_rank`, the largest rank of a slice among the operands:
 #
-#     partitioned:  [*batch[:p], 1, ..., 1, *batch[p:], *slice_shape]
-#     replicated:   slice_shape
+#                       shape                                               rank
+#     partitioned       [*batch[:p], *[1] * (r + 1), *batch[p:], *slice]    p + r + 1 or more
+#     replicated        slice                                               r or less
+#     num_batch_dims                                                        p + r
 #
-# For example, on four devices, x has a batch of 8 and w is unbatched (p = 1):
+# For example, on four devices, x has a batch of 8 and w is unbatched (p = 1, r = 2, `num_batch_dims` = 3):
 #
 #                              one slice    primitive    custom call    on each device
 #     x        partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
 #     w        replicated      [6,6]        [1,6,6]      [6,6]          [6,6]
 #     result   partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
-#
-# The inserted ones are necessary because XLA decides by ranks (custom_call_batch_partitioner.cc).  If the rank of an
-# operand is greater than the attribute `num_batch_dims`, XLA partitions the first `num_batch_dims` dimensions.
-# Otherwise it replicates the operand.  With r as the largest rank of a slice among the operands (2 in the example),
-# there are r + 1 ones, and `num_batch_dims` is p + r.  So the rank of a replicated operand, at most r, is not greater.
-# The rank of a partitioned operand, at least p + r + 1, is greater, even if its slice is 0-d.
 #
 # If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.  The
 # dimensions of a slice are never partitioned: XLA gathers them.
@@ -1651,21 +1649,21 @@ def _num_partitioned_dims(call: _CallParams, n_devices: int) -> int:
 def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, n_partitioned: int) -> Any:
     """Write a custom call whose first `n_partitioned` batch dimensions XLA may partition, and return its outputs."""
     batch = call.batch
-    is_replicated = _replicated_operands(ctx.avals_in, len(batch))
+    is_partitioned = _partitioned_operands(ctx.avals_in, len(batch))
     max_slice_rank = max(len(spec.shape) for spec in call.ins)
     leading_sizes = [*batch[:n_partitioned], *[1] * (max_slice_rank + 1)]
 
-    def reshaped_aval(spec: Spec, replicated: bool = False) -> Any:
-        batch_sizes = [] if replicated else [*leading_sizes, *batch[n_partitioned:]]
+    def padded_aval(spec: Spec, partitioned: bool = True) -> Any:
+        batch_sizes = [*leading_sizes, *batch[n_partitioned:]] if partitioned else []
         return jax.core.ShapedArray((*batch_sizes, *spec.shape), spec.dtype)
 
-    operand_avals = list(map(reshaped_aval, call.ins, is_replicated))
-    result_avals = list(map(reshaped_aval, call.results))
+    operand_avals = list(map(padded_aval, call.ins, is_partitioned))
+    result_avals = list(map(padded_aval, call.results))
 
     def reshape_operands(*operands: Any) -> list:
         reshaped = []
-        for x, spec, aval, replicated in zip(operands, call.ins, operand_avals, is_replicated):
-            full = x if replicated else jax.numpy.broadcast_to(x, (*batch, *spec.shape))
+        for x, spec, aval, partitioned in zip(operands, call.ins, operand_avals, is_partitioned):
+            full = jax.numpy.broadcast_to(x, (*batch, *spec.shape)) if partitioned else x
             reshaped.append(jax.lax.reshape(full, aval.shape))
         return reshaped
 
@@ -1674,34 +1672,32 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, n_partit
 
     attributes = {
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(n_partitioned + max_slice_rank)}),
-        "sdy.sharding_rule": _sharding_rule(operand_avals, is_replicated, result_avals, len(leading_sizes)),
+        "sdy.sharding_rule": _sharding_rule(operand_avals, is_partitioned, result_avals, len(leading_sizes)),
     }
     operands = _lower_without_shardings(reshape_operands, ctx, operands, ctx.avals_in, operand_avals)
     outputs = _lower_custom_call(ctx, operands, call, operand_avals, result_avals, **attributes)
     return _lower_without_shardings(reshape_outputs, ctx, outputs, result_avals[: len(call.outs)], ctx.avals_out)
 
 
-def _replicated_operands(avals_in: Sequence, depth: int) -> list[bool]:
-    """Return for each operand whether it is replicated.  `depth` is the number of batch dimensions.
+def _partitioned_operands(avals_in: Sequence, depth: int) -> list[bool]:
+    """Return for each operand whether it is partitioned.  `depth` is the number of batch dimensions.
 
-    Unbatched operands are replicated, with one exception.  If an unbatched operand follows a batched one, XLA uses the
-    sharding of operand 0 for the whole call (FindCommonSharding), so operand 0 must be partitioned.  For example, if
-    only x is batched:
+    Batched operands are partitioned, and unbatched ones replicated, with one exception.  If an unbatched operand
+    follows a batched one, XLA uses the sharding of operand 0 for the whole call (FindCommonSharding), so operand 0 must
+    be partitioned.  For example, if only x is batched:
 
         operands (v, x)       v is replicated
         operands (x, w)       w is replicated
         operands (v, x, w)    w is replicated; v is broadcast to the batch and partitioned
     """
-    is_replicated = [all(size == 1 for size in x.shape[:depth]) for x in avals_in]
-    first_batched = is_replicated.index(False)  # one exists: a partitioned batch dimension has a size > 1
-    if any(is_replicated[first_batched:]):
-        is_replicated[0] = False
-    return is_replicated
+    is_partitioned = [any(size != 1 for size in x.shape[:depth]) for x in avals_in]
+    first_batched = is_partitioned.index(True)  # one exists: a partitioned batch dimension has a size > 1
+    if not all(is_partitioned[first_batched:]):
+        is_partitioned[0] = True
+    return is_partitioned
 
 
-def _sharding_rule(
-    operand_avals: Sequence, is_replicated: Sequence[bool], result_avals: Sequence, n_leading: int
-) -> Any:
+def _sharding_rule(operand_avals: Sequence, is_partitioned: Sequence, result_avals: Sequence, n_leading: int) -> Any:
     """Return Shardy's sharding rule of a call.
 
     A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
@@ -1715,14 +1711,14 @@ def _sharding_rule(
 
     factor_sizes = list(result_avals[0].shape[:n_leading])  # `assign_factors` appends to it
 
-    def assign_factors(x: Any, replicated: bool = False) -> Any:
-        factors = [] if replicated else list(range(n_leading))
+    def assign_factors(x: Any, partitioned: bool = True) -> Any:
+        factors = list(range(n_leading)) if partitioned else []
         for size in x.shape[len(factors) :]:
             factors.append(len(factor_sizes))
             factor_sizes.append(size)
         return sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([factor]) for factor in factors])
 
-    operand_factors = list(map(assign_factors, operand_avals, is_replicated))
+    operand_factors = list(map(assign_factors, operand_avals, is_partitioned))
     result_factors = list(map(assign_factors, result_avals))
     return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
@@ -1940,13 +1936,10 @@ class _Wrapper(_PickledByReference):
           _call_by_position((x, y))              converts arguments that JAX does not accept, such as arrays of PyTorch
             jax.jit(...)                         calls `_traced_call` once per combination of shapes and dtypes
               _traced_call(x, y)                 evaluates `outs`: ins = [float32[3]] * 2, outs = [float32[3]]
-                _bind_primitive(ins, outs, x, y) returns [result]
+                _bind_primitive(ins, outs, x, y) returns the list of outputs, which has the specs `outs`
                   _call_params(ins, outs)        adds scratch buffers, aliases and the target
                     _find_target(call)           returns the target.  If it is new, compiles and registers the kernel
                   _CallParams.bind([x, y])       binds the primitive
-
-    If an argument is traced already, `_call_by_position` calls `_traced_call` without `jax.jit`.  Then the call is a
-    part of the caller's program.
 
     Each backend defines `_find_target`, and some override the methods with "(hook)" in their docstrings.
     `_WarpKernel.__call__` first separates the arguments by value from the arrays.
@@ -1971,8 +1964,8 @@ class _Wrapper(_PickledByReference):
             raise TypeError(f"{self.title} is a method, and `self` is not an array. {_KERNEL_TYPE_ADVICE['method']}")
         self.__signature__ = _input_signature(self.parameters, options.outs)
         self._check_names("in_out_argnames", options.in_out_argnames)
-        # The first results are the in-out arguments, in the order of the kernel's parameters.  A list must have this
-        # order, because a user reads it as the order of the results.  A set is accepted in any order.
+        # The first outputs are the in-out arguments, in the order of the kernel's parameters.  A list must have this
+        # order, because a user reads it as the order of the outputs.  A set is accepted in any order.
         self.in_outs = [name for name in self.parameters if name in options.in_out_argnames]
         if isinstance(options.in_out_argnames, list) and options.in_out_argnames != self.in_outs:
             raise ValueError(
@@ -1985,7 +1978,7 @@ class _Wrapper(_PickledByReference):
             return self._traced_call(*args)
 
         traced_call.__name__ = traced_call.__qualname__ = self.__name__  # this name appears in jaxprs and profiles
-        self._jitted = jax.jit(traced_call)
+        self._jitted_call = jax.jit(traced_call)
 
     def _copy_metadata(self, kernel: Any) -> None:
         """Copy the kernel's name and docstring, as `functools.wraps` does, but not its annotations.
@@ -2010,16 +2003,17 @@ class _Wrapper(_PickledByReference):
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         if named:
-            args = tuple(self._bind_arguments(args, named).values())
+            args = tuple(self._arguments_by_name(args, named).values())
         return self._call_by_position(args)
 
     def _call_by_position(self, args: Sequence) -> Any:
+        """Call a jitted function of the arguments.  If one is traced, add the call to the caller's program instead."""
         if _INPUT_TYPES.issuperset(map(type, args)):  # fast path
-            return self._jitted(*args)
+            return self._jitted_call(*args)
         args, is_traced = _convert_inputs(args, self.title, self.parameters)
-        return self._traced_call(*args) if is_traced else self._jitted(*args)
+        return self._traced_call(*args) if is_traced else self._jitted_call(*args)
 
-    def _bind_arguments(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments_by_name(self, args: Sequence, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, in the order of the kernel's parameters."""
         n = len(args) + len(named)
         names = self.parameters[:n]
@@ -2052,6 +2046,7 @@ class _Wrapper(_PickledByReference):
     # -- from inputs to the primitive ------------------------------------------------------------------
 
     def _traced_call(self, *args: Any) -> Any:
+        """Return the outputs in the structure of `outs`.  JAX traces this function."""
         ins = _input_specs(args, self.title, self.parameters)
         outs, structure = self._declared_specs("outs", ins)
         return structure.unflatten(self._bind_primitive(ins, outs, *args))
@@ -2063,7 +2058,7 @@ class _Wrapper(_PickledByReference):
     def _call_params(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
         """Return the parameter of the primitive, including the target, for these inputs and declared outputs."""
         scratch, _ = self._declared_specs("scratch", ins)
-        aliases = self._resolve_aliases(ins, outs)
+        aliases = self._resolve_aliases(ins, outs)  # {input: result}
         for i in self._inputs_to_copy(len(ins)):
             if i not in aliases:  # alias a scratch buffer to the input, so that XLA copies the input to it
                 aliases[i] = len(outs) + len(scratch)
@@ -2162,12 +2157,11 @@ class _Wrapper(_PickledByReference):
             return
         shown = "missing" if declared is None else _format_spec(declared)
         arguments = ", ".join(self._argument_names(ins))
-        other_outs = ["..."] if len(outs) > len(self.in_outs) else []
-        results = [*self.in_outs, *other_outs]
-        new_outs = f"({', '.join(results)})" if len(results) > 1 else results[0]
+        names = [*self.in_outs, "..."] if len(outs) > len(self.in_outs) else self.in_outs
+        fixed_outs = f"({', '.join(names)})" if len(names) > 1 else names[0]
         raise ValueError(
             f"{self.title}: outs must begin with the specs of the in-out arguments. {name!r} is "
-            f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: {new_outs}."
+            f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: {fixed_outs}."
         )
 
     def _reject_separate_outputs(self, call: _CallParams) -> None:
@@ -2258,12 +2252,11 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # ======================================================================================================
 # 6. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, generated with llvmlite.
 #
-# XLA calls `handler` with a frame, which refers to the buffers of a call: inputs, then outputs, then scratch.  A batch
-# is a call of a kernel under `vmap`, and a slice is one element of a batch.  The batch dimensions of a buffer come
-# before the dimensions of the kernel.  A batch dimension along which a buffer does not vary has size 1, and broadcasts.
-# An input that is the same for all slices may lack the batch dimensions (5.2).  Three C functions run a call:
+# XLA calls `handler` with a frame, which refers to the buffers of a call: inputs, then results (outputs, then scratch).
+# The batch dimensions of a buffer come before the dimensions of a slice.  A batch dimension along which a buffer does
+# not vary has size 1, and broadcasts.  A replicated input has no batch dimensions (5.2).  Three C functions run a call:
 #
-#     handler(frame)                            prepares the outputs
+#     handler(frame)                            prepares the results
 #         run_batch(frame, ...)                 splits a batch into inner loops, and chooses their threads (6.4)
 #             inner_loop(frame, buffers, ...)   calls the kernel for `count` consecutive slices
 #
@@ -2276,7 +2269,7 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # Invariants:
 # - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run by one thread, and exactly once,
 #   unless another slice fails.
-# - Order.  An output aliased to an input holds the input's values before any slice runs.
+# - Order.  A result aliased to an input holds the input's values before any slice runs.
 # - Lifetimes.  The frame and the buffers live until `handler` returns.  Loaded machine code lives forever (3.3).
 # - Errors.  An XLA_FFI_Error* belongs to the function that receives it, which returns it or destroys it.
 #
@@ -2291,14 +2284,14 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 
 
 class _Signature(NamedTuple):
-    """The buffers of one slice: inputs, then outputs, then scratch.  Output or scratch j is buffer `n_in + j`."""
+    """The buffers of one slice: inputs, then results (outputs, then scratch).  Result j is buffer `n_in + j`."""
 
     label: str  # the name of the kernel
     n_in: int  # number of inputs
     dtypes: tuple[np.dtype, ...]  # of each buffer
     ranks: tuple[int, ...]  # of each buffer, without batch dimensions
-    aliases: tuple[tuple[int, int], ...] = ()  # (input i, output j): output j is aliased to input i
-    zeroed: tuple[int, ...] = ()  # (j, ...): the outputs and scratch buffers that start from zeros
+    aliases: tuple[tuple[int, int], ...] = ()  # (i, j): result j is aliased to input i
+    zeroed: tuple[int, ...] = ()  # (j, ...): the results that start from zeros
 
     def __str__(self) -> str:
         """Return the part of the signature that exported programs rely on.  Changing this text breaks them.
@@ -2358,38 +2351,44 @@ class _Emitter:
 
 
 # -- 6.2 An IR builder: LLVM instructions from Python's operators --------------------------------------
-# The Python code below generates machine code.  It runs once, when a handler is compiled, and not in a call.  It works
-# with `_Int64` and `_StructPointer` objects, which stand for values that exist only when the machine code runs:
+# The Python code below generates machine code.  It runs once, when a handler is compiled, and not in a call.  An
+# `_Int64` or `_StructPointer` object stands for a run-time value, which exists only when the machine code runs.  Its
+# operators and attributes, and the methods of the builder `ir`, add instructions to the generated function:
 #
 #     Python                                        generated C
-#     total = x + 1                                 int64_t total = x + 1;      (x is an _Int64)
+#     y = x + 1                                     int64_t y = x + 1;          (x is an _Int64)
 #     value = struct.field                          value = struct->field;      (each mention is a new load)
 #     struct.field = value                          struct->field = value;
+#     total = ir.variable(0)                        int64_t total = 0;
+#     total.current = total.current + x             total = total + x;
+#     error = ir.call("f", x, 8)                    int64_t error = f(x, 8);
 #     with ir.if_(x > 0): ...                       if (x > 0) { ... }
 #     with ir.loop(n) as i: ...                     for (int64_t i = 0; i < n; i++) { ... }
 #     ir.ret(x)                                     return x;
 #     ir.ret(x, when=y)                             if (y) return x;            (x is evaluated in any case)
 #
-# `if` and `for` of Python decide which instructions are generated.  `ret` and `_HandlerBuilder.fail` return from the
-# generated function, not from the Python function that calls them.  A docstring such as "Load x" describes the
-# generated code: the machine code loads x in each call.  "Generate ..." describes the Python function.
+# `if` and `for` of Python decide which instructions are generated: `for k in range(3)` generates its body three times.
+# In 6.5, the number of buffers, the ranks and the aliases are Python values, from the signature.  In 6.4, even the
+# number of buffers is a run-time value, because all handlers share this code.
 #
-# This holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5,
-# 9.5 and 10.4.  The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
+# `ret` and `_HandlerBuilder.fail` return from the generated function, not from the Python function that calls them.  A
+# docstring such as "Load x" describes the generated code.  "Generate ..." describes the Python function.  This holds
+# for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5, 9.5 and 10.4.
+# The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
 
-type _Value = _Int64 | int  # a value of the generated code; an int is a constant
+type _Value = _Int64 | int  # a run-time value; an int is a constant of the generated code
 
 
 class _Int64:
-    """A 64-bit integer or address in the generated code.  Python's operators generate instructions."""
+    """A run-time value: a 64-bit integer or address.  Its operators generate instructions."""
 
     def __init__(self, ir: _IRBuilder, value: Any) -> None:
         self.ir = ir
         self.value = value  # llvmlite's value
 
-    def _calculate(self, operation: str, other: _Value) -> _Int64:
-        operands = self.value, self.ir.llvm_value(other)
-        return _Int64(self.ir, getattr(self.ir.llvm_builder, operation)(*operands))
+    def _calculate(self, instruction: str, other: _Value) -> _Int64:
+        add_instruction = getattr(self.ir.llvm_builder, instruction)
+        return _Int64(self.ir, add_instruction(self.value, self.ir.llvm_value(other)))
 
     def _compare(self, relation: str, other: _Value) -> _Int64:
         bit = self.ir.llvm_builder.icmp_signed(relation, self.value, self.ir.llvm_value(other))
@@ -2713,15 +2712,15 @@ def _load_code(code: bytes) -> Any:
 
 
 class _BatchedBuffer(ctypes.Structure):
-    """An input, output or scratch buffer of a call: the address of one slice, and the way to the others."""
+    """A buffer of a call: the address of one slice, and the way to the others."""
 
     _fields_ = (
         ("pointer", _PTR),  # address of the current slice
         ("step", _I64),  # bytes to the next slice of a row; 0 if that is the same slice
         ("batch_dims", _PTR),  # int64[]: the batch dimensions, which end where `dims` begins
         ("dims", _PTR),  # int64[]: the dimensions of a slice
-        ("slice_nbytes", _I64),  # bytes of a slice
-        ("n_slices", _I64),  # number of slices, computed by `run_batch`: the product of the batch dimensions
+        ("slice_nbytes", _I64),  # bytes of a slice: `b.itemsize` above
+        ("n_own_slices", _I64),  # the product of its own batch dimensions: `b.size` above, which `run_batch` computes
     )
 
 
@@ -2731,7 +2730,7 @@ class _HandlerData(ctypes.Structure):
     _fields_ = (
         # Hints, which any thread may overwrite at any time, so they may come from different calls:
         ("measured_ticks", _I64),  # time of a slice when it was last measured
-        ("measured_slice_nbytes", _I64),  # `_Batch.slice_nbytes` at that time, which stands for the shapes
+        ("measured_total_nbytes", _I64),  # `_Batch.total_slice_nbytes` at that time, which stands for the shapes
         # Set by `_compile_handler`:
         ("n_buffers", _I64),  # number of buffers, including scratch
         ("max_inner_loop_nbytes", _I64),  # an inner loop of several slices has about this many bytes at most
@@ -2756,7 +2755,7 @@ class _Batch(ctypes.Structure):
         ("shape", _PTR),  # int64[depth]: the batch dimensions
         ("strides", _PTR),  # int64[depth][n_buffers]: bytes to the next position; 0 if the size 1 broadcasts
         ("n_slices", _I64),  # number of slices: the product of `shape`
-        ("slice_nbytes", _I64),  # bytes of a slice in all buffers: the sum of their `slice_nbytes`
+        ("total_slice_nbytes", _I64),  # bytes of a slice in all buffers: the sum of their `slice_nbytes`
         ("row_length", _I64),  # number of slices in a row; an inner loop does not cross the end of a row
         ("max_inner_loop_length", _I64),  # in slices
     )
@@ -2766,14 +2765,14 @@ class _SharedState(ctypes.Structure):
     """The state of a batch that several threads run.  It is on the heap, because queued tasks may outlive the call."""
 
     _fields_ = (
-        ("batch", ctypes.POINTER(_Batch)),  # valid as long as `remaining` is not 0
-        ("next", _I64),  # atomic: the first slice that is not claimed; if `n_slices` or more, none is left to claim
+        ("batch", ctypes.POINTER(_Batch)),  # valid as long as `n_unsettled` is not 0
+        ("next_slice", _I64),  # atomic: the first slice that is not claimed; `n_slices` or more if none is left
         ("n_slices", _I64),  # `_Batch.n_slices`, because a late task must not read `batch`
-        ("chunk", _I64),  # number of slices that a thread claims at a time
-        ("remaining", _I64),  # atomic: number of slices that are not settled (finished or cancelled)
+        ("chunk_length", _I64),  # number of slices that a thread claims at a time
+        ("n_unsettled", _I64),  # atomic: number of slices that are not settled (finished or cancelled)
         ("refcount", _I64),  # atomic: one for each worker loop, queued or running, and one for the caller
         ("error", _PTR),  # atomic: the last XLA_FFI_Error*, or 0
-        ("done_lock", _PTR),  # a PyThread_type_lock, which is locked until `remaining` is 0
+        ("done_lock", _PTR),  # a PyThread_type_lock, which is locked until `n_unsettled` is 0
     )
 
 
@@ -2834,18 +2833,18 @@ class _BatchScheduler(_IRBuilder):
         batch.shape = self.alloca(_I64, depth)
         batch.strides = self.alloca(_I64, depth * handler_data.n_buffers)
         batch.n_slices = 1
-        batch.slice_nbytes = 0
+        batch.total_slice_nbytes = 0
         with self.loop(handler_data.n_buffers) as k:
-            buffers[k].n_slices = 1
-            batch.slice_nbytes = batch.slice_nbytes + buffers[k].slice_nbytes
+            buffers[k].n_own_slices = 1
+            batch.total_slice_nbytes = batch.total_slice_nbytes + buffers[k].slice_nbytes
         with self.loop(depth) as i:
             self._add_dimension(batch, depth - 1 - i)
         self._choose_rows(batch)
         # The last `+ 1` allows at least one slice; the first avoids a division by zero if all buffers are empty.
-        batch.max_inner_loop_length = handler_data.max_inner_loop_nbytes // (batch.slice_nbytes + 1) + 1
+        batch.max_inner_loop_length = handler_data.max_inner_loop_nbytes // (batch.total_slice_nbytes + 1) + 1
         with self.if_((batch.n_slices < 2) | handler_data.in_order):
             self.ret(self.call("run_range", batch, 0, batch.n_slices))
-        is_measured = handler_data.measured_slice_nbytes == batch.slice_nbytes
+        is_measured = handler_data.measured_total_nbytes == batch.total_slice_nbytes
         ticks_per_slice = self.select(is_measured, handler_data.measured_ticks, 0)
         work_us = ticks_per_slice * batch.n_slices // self.ticks_per_us
         with self.if_(work_us > _MIN_PARALLEL_US):
@@ -2855,7 +2854,7 @@ class _BatchScheduler(_IRBuilder):
     def _add_dimension(self, batch: _StructPointer, axis: _Int64) -> None:
         """Compute the size of a batch dimension, and its stride in each buffer.
 
-        `batch.n_slices` and `buffer.n_slices`, the products of the later dimensions, are multiplied by this one.
+        `batch.n_slices` and `buffer.n_own_slices`, the products of the later dimensions, are multiplied by this one.
         """
         n_buffers = batch.handler_data.n_buffers
         size = self.variable(1)
@@ -2866,9 +2865,9 @@ class _BatchScheduler(_IRBuilder):
                 own_size.current = self.load(buffer.batch_dims + axis * 8)
             broadcasts = own_size.current == 1
             size.current = self.select(broadcasts, size.current, own_size.current)
-            stride = self.select(broadcasts, 0, buffer.slice_nbytes * buffer.n_slices)
+            stride = self.select(broadcasts, 0, buffer.slice_nbytes * buffer.n_own_slices)
             self.store(stride, self._stride_address(batch, axis, k))
-            buffer.n_slices = buffer.n_slices * own_size.current
+            buffer.n_own_slices = buffer.n_own_slices * own_size.current
         self.store(size.current, batch.shape + axis * 8)
         batch.n_slices = batch.n_slices * size.current
 
@@ -2880,13 +2879,13 @@ class _BatchScheduler(_IRBuilder):
         is_one_row = self.variable(1)
         with self.loop(batch.handler_data.n_buffers) as k:
             buffer = batch.buffers[k]
-            has_one_or_all = (buffer.n_slices == 1) | (buffer.n_slices == batch.n_slices)
+            has_one_or_all = (buffer.n_own_slices == 1) | (buffer.n_own_slices == batch.n_slices)
             is_one_row.current = is_one_row.current & has_one_or_all
         last_axis = batch.depth - 1
         batch.row_length = self.select(is_one_row.current, batch.n_slices, self.load(batch.shape + last_axis * 8))
         with self.loop(batch.handler_data.n_buffers) as k:
             buffer = batch.buffers[k]
-            step = self.select(buffer.n_slices == 1, 0, buffer.slice_nbytes)
+            step = self.select(buffer.n_own_slices == 1, 0, buffer.slice_nbytes)
             last_stride = self.load(self._stride_address(batch, last_axis, k))
             buffer.step = self.select(is_one_row.current, step, last_stride)
 
@@ -2953,7 +2952,7 @@ class _BatchScheduler(_IRBuilder):
     def _record_time(self, batch: _StructPointer, ticks: _Int64, count: _Int64) -> None:
         """Record the time of `count` slices, so that `run_batch` can estimate the work of later calls."""
         batch.handler_data.measured_ticks = ticks // count
-        batch.handler_data.measured_slice_nbytes = batch.slice_nbytes
+        batch.handler_data.measured_total_nbytes = batch.total_slice_nbytes
 
     def now(self) -> _Int64:
         """Return the time of a monotonic clock in ticks: cycles on x86, nanoseconds elsewhere."""
@@ -2965,14 +2964,14 @@ class _BatchScheduler(_IRBuilder):
         return self.load(timespec) * 10**9 + self.load(timespec + 8)
 
     # -- a range of slices on several threads --
-    # - Claims.  A thread claims a chunk of slices by an atomic fetch-and-add of `next`, so each slice has one thread.
-    # - Completion.  When a chunk is settled, its thread subtracts the slices from `remaining`.  The thread that reaches
-    #   0 releases `done_lock`, which wakes the caller.
-    # - Results.  Each thread stores its results before its subtraction, which is sequentially consistent.  So the
-    #   caller, which waits for the subtraction that reaches 0, sees the results of all threads.
+    # - Claims.  A thread claims a chunk of slices by an atomic fetch-and-add of `next_slice`.  No other thread runs it.
+    # - Completion.  When a chunk is settled, its thread subtracts the slices from `n_unsettled`.  The thread that
+    #   reaches 0 releases `done_lock`, which wakes the caller.
+    # - Visibility.  Each thread writes to the buffers before its subtraction, which is sequentially consistent.  So the
+    #   caller, which waits for the subtraction that reaches 0, sees the writes of all threads.
     # - Cancellation.  If a slice fails, its thread cancels the rest of its chunk and all slices that are not claimed.
-    #   It moves `next` beyond `n_slices`, and subtracts these slices from `remaining`.  Chunks of other threads still
-    #   run.  If several slices fail, the call returns one of their errors, not necessarily the first.
+    #   It moves `next_slice` beyond `n_slices`, and subtracts these slices from `n_unsettled`.  Chunks of other threads
+    #   still run.  If several slices fail, the call returns one of their errors, not necessarily the first.
     # - No deadlock.  The caller waits only for claimed slices, never for queued tasks, because a task may be queued
     #   behind another caller that waits.  A task that starts late finds no slices to claim.
     # - Memory.  The thread that drops the last reference frees the shared state.
@@ -2989,10 +2988,10 @@ class _BatchScheduler(_IRBuilder):
         rest = batch.n_slices - first
         n_tasks = self.minimum(n_threads.current - 1, rest - 1, work_us // _MIN_US_PER_THREAD)
         shared.batch = batch
-        shared.next = first
+        shared.next_slice = first
         shared.n_slices = batch.n_slices
-        shared.chunk = rest * _CHUNK_US // work_us + 1
-        shared.remaining = rest
+        shared.chunk_length = rest * _CHUNK_US // work_us + 1
+        shared.n_unsettled = rest
         shared.refcount = n_tasks + 2  # the worker loops of the tasks and of this thread, and the caller
         shared.error = 0
         self.call("PyThread_acquire_lock", shared.done_lock, _WAIT_LOCK)  # does not wait: the lock is new
@@ -3020,11 +3019,11 @@ class _BatchScheduler(_IRBuilder):
     def worker_loop(self, shared: _StructPointer) -> None:
         """Claim chunks of slices and run them, until there are no more.  Each thread that shares a batch runs this."""
         with self.forever():
-            first = self.atomic("add", shared.address_of("next"), shared.chunk)
+            first = self.atomic("add", shared.address_of("next_slice"), shared.chunk_length)
             with self.if_(first >= shared.n_slices):
                 self._drop_reference(shared)
                 self.ret(0)
-            stop = self.minimum(first + shared.chunk, shared.n_slices)
+            stop = self.minimum(first + shared.chunk_length, shared.n_slices)
             began = self.call("now")
             error = self.call("run_range", shared.batch, first, stop)
             ticks = self.call("now") - began
@@ -3034,14 +3033,14 @@ class _BatchScheduler(_IRBuilder):
             with self.if_(error):
                 n_settled.current = n_settled.current + self._cancel_unclaimed(shared)
                 self._destroy_error(shared.batch.frame, self.atomic("xchg", shared.address_of("error"), error))
-            n_remaining_before = self.atomic("sub", shared.address_of("remaining"), n_settled.current)
-            # From here on `remaining` may be 0, and `shared.batch` invalid.  A claimed slice keeps it above 0.
-            with self.if_(n_remaining_before == n_settled.current):  # no slices remain
+            n_unsettled_before = self.atomic("sub", shared.address_of("n_unsettled"), n_settled.current)
+            # From here on `n_unsettled` may be 0, and `shared.batch` invalid.  A claimed slice keeps it above 0.
+            with self.if_(n_unsettled_before == n_settled.current):  # these were the last ones
                 self.call("PyThread_release_lock", shared.done_lock)
 
     def _cancel_unclaimed(self, shared: _StructPointer) -> _Int64:
         """Cancel all slices that no thread has claimed, and return their number."""
-        first_unclaimed = self.atomic("add", shared.address_of("next"), shared.n_slices)
+        first_unclaimed = self.atomic("add", shared.address_of("next_slice"), shared.n_slices)
         return shared.n_slices - self.minimum(first_unclaimed, shared.n_slices)
 
     def _drop_reference(self, shared: _StructPointer) -> None:
@@ -3066,7 +3065,7 @@ def _scheduler_engine() -> Any:
 
 _HANDLER_CODE: dict[tuple, bytes] = {}  # {the key of `_compile_handler`: object code}
 
-# On a CPU, the slices of an inner loop have about this size in all buffers together.  So zeroed outputs are still in
+# On a CPU, the slices of an inner loop have about this size in all buffers together.  So zeroed results are still in
 # the CPU's cache when the slices run.  In a trial with 64 slices of 400 KB, zeros cost 8 to 17% of the time of a sum
 # x + y if each slice was zeroed right before it ran, and 50 to 70% if all slices were zeroed at once.
 _INNER_LOOP_NBYTES = 1 << 15
@@ -3129,18 +3128,18 @@ class _HandlerBuilder(_IRBuilder):
     def inner_loop(self, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> int:
         """Run `count` consecutive slices.  On a CPU, first zero their parts of the buffers in `signature.zeroed`.
 
-        Slices never share an output or scratch buffer, so these parts are contiguous.
+        Results have all batch dimensions, so these parts are contiguous.
         """
-        if not self.emitter.libcuda:  # on a GPU, `_prepare_outputs` has zeroed all slices
+        if not self.emitter.libcuda:  # on a GPU, `_prepare_results` has zeroed all slices
             for j in self.signature.zeroed:
-                output = buffers[self.signature.n_in + j]
-                self.set_to_zeros(output.pointer, output.slice_nbytes * count)
-        self._acquire_guards()
+                result = buffers[self.signature.n_in + j]
+                self.set_to_zeros(result.pointer, result.slice_nbytes * count)
+        self._lock_and_set_environment()
         self.emitter.write(self, frame, buffers, count)
-        self._release_guards()
+        self._restore_environment_and_unlock()
         return 0
 
-    def _acquire_guards(self) -> None:
+    def _lock_and_set_environment(self) -> None:
         """Acquire the emitter's lock.  If the kernel starts threads, set the default floating-point environment.
 
         XLA's threads flush subnormal numbers to zero.  If such a thread starts Numba's threads, they inherit this, and
@@ -3153,8 +3152,8 @@ class _HandlerBuilder(_IRBuilder):
             self.call("fegetenv", self.saved_environment)
             self.call("fesetenv", _FE_DFL_ENV)
 
-    def _release_guards(self) -> None:
-        """Revert `_acquire_guards` before `inner_loop` returns."""
+    def _restore_environment_and_unlock(self) -> None:
+        """Revert `_lock_and_set_environment`.  This is generated before each `return` of `inner_loop`."""
         if self.sets_environment:
             self.call("fesetenv", self.saved_environment)
         if self.emitter.lock_address:
@@ -3169,7 +3168,7 @@ class _HandlerBuilder(_IRBuilder):
             yield [x._replace(pointer=x.pointer + step * i) for x, step in zip(first_arrays, steps, strict=True)]
 
     @contextlib.contextmanager
-    def each_launch_group(
+    def each_batch_launch(
         self, buffers: _StructPointer, count: _Int64, max_slices: int
     ) -> Iterator[tuple[list[_KernelArray], _Int64]]:
         """Generate a loop over batch launches, each of at most `max_slices` of `count` slices.
@@ -3179,8 +3178,8 @@ class _HandlerBuilder(_IRBuilder):
           slices share the array or are empty.
         """
         first_arrays = self._first_arrays(buffers)
-        with self.loop((count + (max_slices - 1)) // max_slices) as group:
-            start = group * max_slices
+        with self.loop((count + (max_slices - 1)) // max_slices) as launch:
+            start = launch * max_slices
             n_slices = self.minimum(count - start, max_slices)
             arrays = []
             for k, array in enumerate(first_arrays):
@@ -3211,7 +3210,7 @@ class _HandlerBuilder(_IRBuilder):
         xla_buffers = self._xla_buffers(frame)
         depth = self._batch_depth(xla_buffers)
         buffers = self._batched_buffers(xla_buffers)
-        self._prepare_outputs(frame, xla_buffers, buffers, depth)
+        self._prepare_results(frame, xla_buffers, buffers, depth)
         with self.if_(depth):
             self.ret(self.call(self.handler_data.run_batch, frame, self.handler_data, buffers, depth))
         return self.call("inner_loop", frame, buffers, 1)
@@ -3238,22 +3237,22 @@ class _HandlerBuilder(_IRBuilder):
     def _batch_depth(self, xla_buffers: Sequence[_StructPointer]) -> _Int64:
         """Return the number of batch dimensions of the call: the rank of the last buffer, minus the rank of its slices.
 
-        The last buffer has all batch dimensions: outputs and scratch do, and without any, so do all inputs (5.2).
+        The last buffer has all batch dimensions: results do, and without results, so do all inputs (5.2).
         """
         return xla_buffers[-1].rank - self.signature.ranks[-1] if xla_buffers else self.constant(0)
 
     def _batched_buffers(self, xla_buffers: Sequence[_StructPointer]) -> _StructPointer:
         """Return an array of `_BatchedBuffer` at their first slices.
 
-        For an input to which an output is aliased, the kernel gets the memory of the output.
+        For an input to which a result is aliased, the kernel gets the memory of the result.
         """
         signature = self.signature
-        outputs_by_input = dict(signature.aliases)
+        result_of_input = dict(signature.aliases)
         buffers = self.alloca(_BatchedBuffer, len(signature.ranks))
         for k, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
             xla_buffer = xla_buffers[k]
-            if k in outputs_by_input:
-                xla_buffer = xla_buffers[signature.n_in + outputs_by_input[k]]
+            if k in result_of_input:
+                xla_buffer = xla_buffers[signature.n_in + result_of_input[k]]
             dims = xla_buffer.dims + (xla_buffer.rank - rank) * 8
             sizes = [self.load(dims + 8 * axis) for axis in range(rank)]
             buffer = buffers[k]
@@ -3264,45 +3263,45 @@ class _HandlerBuilder(_IRBuilder):
             buffer.slice_nbytes = math.prod(sizes) * dtype.itemsize
         return buffers
 
-    # -- outputs before the first slice runs --
+    # -- results before the first slice runs --
 
-    def _prepare_outputs(
+    def _prepare_results(
         self, frame: _StructPointer, xla_buffers: Sequence[_StructPointer], buffers: _StructPointer, depth: _Int64
     ) -> None:
-        """Prepare all slices of outputs and scratch: huge pages on a CPU, zeros on a GPU, values of aliased inputs."""
+        """Prepare all slices of the results: huge pages on a CPU, zeros on a GPU, values of aliased inputs."""
         signature = self.signature
-        inputs_by_output = {j: i for i, j in signature.aliases}
-        for j, output in enumerate(xla_buffers[signature.n_in :]):
+        input_of_result = {j: i for i, j in signature.aliases}
+        for j, result in enumerate(xla_buffers[signature.n_in :]):
             nbytes = self.variable(buffers[signature.n_in + j].slice_nbytes)
-            with self.loop(depth) as d:
-                nbytes.current = nbytes.current * self.load(output.dims + 8 * d)
+            with self.loop(depth) as axis:
+                nbytes.current = nbytes.current * self.load(result.dims + 8 * axis)
             if not self.emitter.libcuda:
-                self._use_huge_pages(output.data, nbytes.current)
+                self._use_huge_pages(result.data, nbytes.current)
             if self.emitter.libcuda and j in signature.zeroed:  # on a CPU, `inner_loop` zeroes
-                self._write_gpu_memory(frame, nbytes.current, "cuMemsetD8Async", output.data, 0)
-            if j in inputs_by_output:
-                source = xla_buffers[inputs_by_output[j]].data
-                self._copy_aliased_input(frame, output.data, source, nbytes.current)
+                self._write_gpu_memory(frame, nbytes.current, "cuMemsetD8Async", result.data, 0)
+            if j in input_of_result:
+                source = xla_buffers[input_of_result[j]].data
+                self._copy_aliased_input(frame, result.data, source, nbytes.current)
 
     def _use_huge_pages(self, data: _Int64, nbytes: _Int64) -> None:
-        """Ask Linux for huge pages under a large output, as NumPy does.  An add of 1e7 float32: 31 instead of 48 ms."""
+        """Ask Linux for huge pages under a large result, as NumPy does.  An add of 1e7 float32: 31 instead of 48 ms."""
         if sys.platform == "linux":
             with self.if_(nbytes >= _HUGE_PAGE_MIN_NBYTES):
                 first_page = (data + (mmap.PAGESIZE - 1)) & -mmap.PAGESIZE
                 self.call("madvise", first_page, data + nbytes - first_page, _MADV_HUGEPAGE)
 
-    def _copy_aliased_input(self, frame: _StructPointer, output: _Int64, source: _Int64, nbytes: _Int64) -> None:
-        """Copy an input to the output that is aliased to it, unless both have the same memory.
+    def _copy_aliased_input(self, frame: _StructPointer, result: _Int64, source: _Int64, nbytes: _Int64) -> None:
+        """Copy an input to the result that is aliased to it, unless both have the same memory.
 
         Both have the same shape, including batch dimensions.  Normally XLA passes one address for both, after it has
         copied the input if that is needed later.  One exception: a dynamic-slice fusion on GPUs (XLA of jax 0.11.2)
-        loses the alias, and the output is uninitialized.  No exception is known on CPUs.
+        loses the alias, and the result is uninitialized.  No exception is known on CPUs.
         """
-        with self.if_(source != output):
+        with self.if_(source != result):
             if self.emitter.libcuda:
-                self._write_gpu_memory(frame, nbytes, "cuMemcpyDtoDAsync_v2", output, source)
+                self._write_gpu_memory(frame, nbytes, "cuMemcpyDtoDAsync_v2", result, source)
             else:
-                self.copy_bytes(output, source, nbytes)
+                self.copy_bytes(result, source, nbytes)
 
     def _write_gpu_memory(self, frame: _StructPointer, nbytes: _Int64, driver_function: str, *args: _Value) -> None:
         """Call `driver_function(*args, nbytes, stream)`, which CUDA graphs can capture.  Return its error, if any."""
@@ -3334,7 +3333,7 @@ class _HandlerBuilder(_IRBuilder):
     def fail(self, frame: _StructPointer, message: _Int64) -> None:
         """Return an error from `inner_loop`.  `message` is the address of a C string."""
         error = self._create_error(frame, message)
-        self._release_guards()
+        self._restore_environment_and_unlock()
         self.ret(error)
 
     def launch_attribute(self, frame: _StructPointer) -> _Int64:
@@ -6012,7 +6011,7 @@ class _CudaBatchEmitter(_CudaEmitter):
         with ir.if_((config.grid_z > 1) | has_too_many_threads):
             ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
-        with ir.each_launch_group(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
+        with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
             write_launch(self._store_params(ir, arrays), z=n_slices)
 
 
@@ -6293,7 +6292,7 @@ class _WarpKernel(_Wrapper):
         # The fast path: only arrays, all by position.  `None in args` would compare the elements of arrays.
         if not named and not self.value_names and types.NoneType not in map(type, args):
             return self._call_by_position(args)
-        arguments = self._bind_arguments(args, named)
+        arguments = self._arguments_by_name(args, named)
         fixed = {}
         for name, x in arguments.items():
             if name in self.value_names or x is None:
@@ -7114,7 +7113,7 @@ class _WarpEmitter(_Emitter):
                 ir.store(value, words + 8 * position)
 
         if write_launch and self.is_batch_launch:
-            with ir.each_launch_group(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
+            with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
                 replace_placeholders(arrays)
                 write_launch(params, z=n_slices)
             return
