@@ -3416,9 +3416,9 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # ======================================================================================================
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
-# Numba compiles a kernel to an LLVM function, which the handler calls for each slice (7.5).  This function takes all
-# buffers of a call, in order, as arrays.  If the kernel has other parameters, or returns its outputs, Numba compiles an
-# adapter that calls the kernel (see `_ArgumentMap`).
+# For each slice, the handler calls a function that Numba has compiled (an "overload", 7.5).  It is a function of all
+# buffers: it takes the inputs, outputs and scratch of a call, in order, as arrays.  If the kernel has other parameters,
+# or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
 #
 # This section uses parts of Numba that are not documented.  If Numba changes one of these, tests fail, but users get no
 # error: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays
@@ -3429,6 +3429,8 @@ _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
+# The attributes of arrays that are not views of their elements (also for sections 8 and 10).
+_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())
 
 
 @_with_option_advice
@@ -3447,57 +3449,47 @@ def numba_kernel(
 ) -> Callable[..., Any]:
     """Return a JAX function that runs a Numba kernel on the CPU.
 
+    XLA calls the kernel's machine code, without Python and without the GIL.  The function works under `jit`, `scan`,
+    `cond`, `vmap`, `shard_map` and `export`.  It has no derivative.  To define one, use `jax.custom_vjp` or
+    `XLACustomKernel`.
+
     The kernel takes its arguments by position, in one of two calling conventions:
 
         kernel(*inputs, *outputs, *scratch)      # stores to its outputs, and returns nothing
         kernel(*inputs)                          # returns an output, or a tuple of outputs
 
-    Arrays are C-contiguous, and inputs are read-only.  A kernel that returns its outputs gets 0-d inputs as scalars.
-    A kernel that stores to its outputs gets 0-d inputs as 0-d arrays, which it reads with `n[()]`, unless `scalars`
-    lists them.
-
-    XLA calls the kernel's machine code, without Python and without the GIL.  The function works under `jit`, `scan`,
-    `cond`, `vmap`, `shard_map` and `export`.  It has no derivative.  To define one, use `jax.custom_vjp` or
-    `XLACustomKernel`.
-
-    **Outputs start from zeros.**  Zeros are the right start for sums.  For a product, a minimum or a maximum, store the
-    start first (`out[:] = np.inf`), or alias the output to an input.  Outputs that are returned, and outputs aliased to
-    an input, are not zeroed.
-
-    **Inputs never change.**  A store to an input is an error.  For some functions, such as `np.fill_diagonal(x, 0)` and
-    `x.flat[0] = 1`, Numba ignores that an array is read-only.  If a kernel uses one, or a helper with an explicit
-    signature, it gets copies of the inputs that it may write to.  Stores in your own intrinsics and overloads, through
-    raw addresses (`x.ctypes`) and in C code are not detected.
-
-    **State is updated in place** with `in_out_argnames`.  Assign to elements, `v[:] = 0.5 * v + x`.  The statement
-    `v = 0.5 * v + x` only creates a local variable.
+    Arrays are C-contiguous, and inputs are read-only.  A kernel that stores to its outputs gets 0-d inputs as 0-d
+    arrays, which it reads with `n[()]`, unless `scalars` lists them.  Its outputs start from zeros (see
+    `zero_outputs`).  A kernel that returns its outputs gets 0-d inputs as scalars.
 
     Args:
       kernel: a function decorated with `numba.njit`, `numba.vectorize` or `numba.guvectorize`, or a plain function,
-        which is jitted.  Without a kernel, `numba_kernel(outs=...)` is a decorator.
-      outs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts, or a
-        function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
+        which is jitted.  If it is omitted, `numba_kernel(outs=...)` is a decorator.
+      outs: the outputs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts,
+        or a function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
         traced.
-      vmap_method: str or None.  With "sequential" and "sequential_unrolled", batch elements run in order, on one
-        thread.  With None and the other names that `jax.pure_callback` accepts, they are divided among XLA's threads.
-        Default None.
-      input_output_aliases: dict or None.  With `{i: j}`, output j starts with the value of input i (a number or a
-        name), and uses its memory if XLA can.  The kernel gets the same array for both.  Default None.
-      in_out_argnames: sequence of str, or None.  The parameters that the kernel updates in place, in the order of the
-        kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Default
-        None.
-      scalars: sequence of str, or bool.  The 0-d inputs that the kernel gets as scalars; True for all.  Default False.
-        To compile a constant into the kernel, use a closure variable instead.  Each value of it compiles another
-        kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
-      has_side_effect: bool.  Whether the call is kept even if its results are not used.  Default False.
-      scratch: a spec, a tuple of specs, or a function like `outs`.  Temporary buffers, which are passed after the
-        outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.  Default None.
-      zero_outputs: bool or None.  None zeroes new outputs and scratch, and raises an error if the kernel never stores
-        to an output.  True zeroes them without this check, for outputs that may stay zero.  False leaves them
-        uninitialized, for kernels that store to every element.  Zeroing takes up to a quarter of the time of
-        `out[i] = x[i] + y[i]`, depending on the size.  Default None.
-      name: str or None.  The prefix of the kernel's name in exported programs, which find the kernel by it (see
-        `export_checks`).  Default None.
+      vmap_method: optional string, one of the names that `jax.pure_callback` accepts.  With "sequential" and
+        "sequential_unrolled", batch elements run in order, on one thread.  Otherwise they are divided among XLA's
+        threads.
+      input_output_aliases: optional dict from inputs (indices or names) to indices of outputs.  With `{i: j}`, output j
+        starts with the value of input i, and uses its memory if XLA can.  The kernel gets the same array for both.
+      in_out_argnames: optional sequence of the parameters that the kernel updates in place, in the order of the
+        kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Assign
+        to elements: `v[:] = 0.5 * v + x`.  The statement `v = 0.5 * v + x` only creates a local variable.
+      scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  To compile
+        a constant into the kernel, use a closure variable instead.  Each value of it compiles another kernel, which
+        takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
+      has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
+      scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
+        outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
+      zero_outputs: optional boolean.  By default, new outputs and scratch start from zeros, and it is an error if the
+        kernel never stores to an output.  With True, this is not an error.  With False, outputs and scratch are
+        uninitialized, for kernels that store to every element.  Zeros are the right start for sums.  For a product, a
+        minimum or a maximum, store the start first (`out[:] = np.inf`), or alias the output to an input.  Outputs that
+        are returned, and outputs aliased to an input, are not zeroed.  Zeroing takes up to a quarter of the time of
+        `out[i] = x[i] + y[i]`, depending on the size.
+      name: optional string, the prefix of the kernel's name in exported programs, which find the kernel by it (see
+        `export_checks`).
 
     Returns:
       A function of the inputs, which are passed by position or by name.  Its result has the structure of `outs`.
@@ -3530,6 +3522,10 @@ def numba_kernel(
       to earlier ones, nothing is compiled.
     - `cache=True` works, also with explicit signatures.
     - Integer division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
+    - For some functions, such as `np.fill_diagonal(x, 0)` and `x.flat[0] = 1`, Numba ignores that an array is
+      read-only.  If a kernel uses one, or a helper with an explicit signature, it gets copies of the inputs that it may
+      write to.  Stores in your own intrinsics and overloads, through raw addresses (`x.ctypes`) and in C code are not
+      detected.
 
     Notes on execution:
 
@@ -3576,26 +3572,26 @@ class _NumbaWrapper(_Wrapper):
         """
         n_in = len(call.ins)
         n_buffers = len(call.buffers)
-        input_args = list(range(n_in))
+        args = list(range(n_in))
         for j, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
-            input_args[self.parameters.index(name)] = n_in + j
-        other_args = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
-        maps = [_ArgumentMap(n_buffers, (*input_args, *other_args), self._scalar_inputs(call.ins))]
-        if may_return and other_args and not call.scratch:  # then `other_args` are outputs
-            maps.append(_ArgumentMap(n_buffers, tuple(input_args), _zero_dim_inputs(call.ins), results=other_args))
+            args[self.parameters.index(name)] = n_in + j
+        new_buffers = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
+        maps = [_ArgumentMap(n_buffers, (*args, *new_buffers), self._scalar_inputs(call.ins))]
+        if may_return and new_buffers and not call.scratch:
+            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=new_buffers))
         signature = inspect.signature(_py_func(self.kernel))
         fitting_maps = [argument_map for argument_map in maps if _can_bind(signature, len(argument_map.args))]
-        if not fitting_maps:
-            self._reject_separate_outputs(call)
-            returns = ", or takes the inputs only and returns the outputs" if may_return else ""
-            raise TypeError(
-                f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-                f"{signature}, but this call has {_counted(n_in, 'input')} and "
-                f"{_counted(n_buffers - n_in, 'output')} (scratch counts as an output, and an in-out argument as an "
-                "input and an output). If a parameter is both input and output, list it in in_out_argnames. If it is a "
-                "constant, wrap the kernel in a function that has the constant in its closure."
-            )
-        return fitting_maps
+        if fitting_maps:
+            return fitting_maps
+        self._reject_separate_outputs(call)
+        returns = ", or takes the inputs only and returns the outputs" if may_return else ""
+        raise TypeError(
+            f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
+            f"{signature}, but this call has {_counted(n_in, 'input')} and {_counted(n_buffers - n_in, 'output')} "
+            "(scratch counts as an output, and an in-out argument as an input and an output). If a parameter is both "
+            "input and output, list it in in_out_argnames. If it is a constant, wrap the kernel in a function that has "
+            "the constant in its closure."
+        )
 
     def _scalar_inputs(self, ins: Sequence[Spec]) -> frozenset[int]:
         """Return the inputs that the option `scalars` selects.  Raise an error if one is not a 0-d input."""
@@ -3706,9 +3702,7 @@ class _ArgumentMap(NamedTuple):
     scalars: frozenset[int] = frozenset()  # the inputs whose only element is passed, as a scalar (no in-out arguments)
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
-    # For a batch launch, the ranks of the slices.  The batch is the first dimension of every buffer, and the adapter
-    # passes slice `blockIdx.z`.  Otherwise None.
-    slice_ranks: tuple[int, ...] | None = None
+    slice_ranks: Any = None  # a tuple of ints, only of a `_BatchArgumentMap` (9.4)
 
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
@@ -3726,9 +3720,17 @@ class _ArgumentMap(NamedTuple):
         """Return the names of the arguments that are these buffers."""
         return [name for name, buffer in self.named_args(parameters) if buffer in buffers]
 
-    def maybe_written(self, only_read: Container) -> set[int]:
-        """Return the buffers to which a kernel may write.  `only_read` is what `_find_only_read` returns for it."""
-        return {buffer for position, buffer in enumerate(self.args) if position not in only_read}
+    def maybe_written_buffers(self, only_read_positions: Container) -> set[int]:
+        """Return the buffers of the parameters that are not at these positions.  To these, the kernel may write."""
+        return {buffer for position, buffer in enumerate(self.args) if position not in only_read_positions}
+
+    def unproven_inputs(self, only_read_positions: Container, signature: _Signature) -> set[int]:
+        """Return the inputs to which the kernel may write by mistake.  See `maybe_written_buffers`.
+
+        Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
+        """
+        inputs = self.maybe_written_buffers(only_read_positions).intersection(range(signature.n_in))
+        return inputs - self.scalars - {i for i, _ in signature.aliases}
 
     def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
         """Return the adapter, a Python function.
@@ -3744,11 +3746,6 @@ class _ArgumentMap(NamedTuple):
 
     def _expression(self, buffer: int) -> str:
         """Return the expression of an argument in the adapter's source."""
-        if self.slice_ranks is not None:
-            z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
-            if buffer in self.scalars or self.slice_ranks[buffer]:
-                return f"b{buffer}[{z}]"
-            return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
         if buffer in self.scalars:
             return f"b{buffer}[()]"
         return f"b{buffer}.copy()" if buffer in self.copied else f"b{buffer}"
@@ -3764,16 +3761,17 @@ class _NumbaCompiler:
     Most methods call the methods below them:
 
         compile_kernel_and_handler
-          _first_that_compiles       tries each calling convention that fits the number of parameters
-            _compile_and_check       checks stores to inputs and outputs; if necessary, compiles again, with copies
-              _compile_for_buffers   compiles the kernel for read-only inputs; if that fails, for writable inputs
-                _compile_and_type    compiles the kernel itself, and returns the type of its result
-                _check_results       checks what the kernel returns
-                _jitted_adapter      creates the adapter, if the kernel needs one
+          _try_argument_maps            tries each calling convention that fits the number of parameters
+            _compile_protecting_inputs  checks stores to inputs; if necessary, compiles again, with copies
+              _compile_for_buffers      compiles the kernel for read-only inputs; if that fails, for writable inputs
+                _compile_kernel         compiles the kernel itself, and returns the type of its result
+                _check_results          checks the returned values
+                _jitted_adapter         creates the adapter, if the kernel needs one
+            _check_outputs              checks stores to outputs
     """
 
     kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
-    parameters: Sequence[str]  # their names
+    parameters: Sequence[str]  # the names of the kernel's parameters
     signature: _Signature
     call: _CallParams  # without a target
     checks_outputs: bool  # whether it is an error if the kernel never stores to an output
@@ -3783,86 +3781,83 @@ class _NumbaCompiler:
         return f"Kernel {self.signature.label!r}"
 
     @functools.cached_property
-    def only_read(self) -> set:
-        """The positions of the parameters that the kernel only reads, and the names of such globals."""
-        return _find_only_read(self.kernel)
+    def only_read_positions(self) -> set[int]:
+        """The positions of the parameters that the kernel only reads."""
+        return _only_read_positions(self.kernel)
 
     def compile_kernel_and_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
         """Compile the kernel with the first argument map that works, and the handler that calls it."""
-        import numba
-
         began = time.perf_counter()
-        if _uses_object_mode(self.kernel):
-            raise TypeError(
-                f"A kernel runs without Python. {self.title} uses Numba's object mode, which needs the GIL. Call "
-                "Python with jax.pure_callback, besides the kernel or instead of it."
-            )
-        with warnings.catch_warnings():
-            # With parallel=True, Numba warns if it finds nothing that can run in parallel.
-            warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
-            # Numba warns if a typed dict or list takes a read-only array as a writable one.  The kernel gets a copy.
-            warnings.filterwarnings("ignore", "unsafe cast from .*rray", numba.NumbaTypeSafetyWarning)
-            argument_map, overload = self._first_that_compiles(argument_maps)
+        _check_no_object_mode(self.kernel, self.title)
+        argument_map, overload = self._try_argument_maps(argument_maps)
         signature = self.signature
         if argument_map.results:
             signature = signature._replace(zeroed=())  # every element of an output is stored
         emitter = _NumbaEmitter(signature.label, overload, _uses_threads(overload, self.kernel), in_order)
         compiled = _compile_handler(signature, emitter)
+        spent_ms = 1e3 * (time.perf_counter() - began)
         slices = "run in order" if emitter.in_order else "are divided among threads"
-        spent = f"{1e3 * (time.perf_counter() - began):.0f} ms"
-        _LOG.debug(f"compiled {signature.label} for {signature} in {spent}; batch elements {slices}")
+        _LOG.debug(f"compiled {signature.label} for {signature} in {spent_ms:.0f} ms; batch elements {slices}")
         return compiled
 
-    def _first_that_compiles(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
+    def _try_argument_maps(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
         """Return the first argument map with which the kernel compiles, and the compiled function of all buffers.
 
         There are two maps only if the kernel has `*args` or default values.  If none works, raise the first error.
         """
+        from numba import NumbaPerformanceWarning, NumbaTypeSafetyWarning
+
         errors = []
-        for argument_map in argument_maps:
-            try:
-                return argument_map, self._compile_and_check(argument_map)
-            except TypeError as error:
-                errors.append(error)
+        with warnings.catch_warnings():
+            # With parallel=True, Numba warns if it finds nothing that can run in parallel.
+            warnings.simplefilter("ignore", NumbaPerformanceWarning)
+            # Numba warns if a typed dict or list takes a read-only array as a writable one.  The kernel gets a copy.
+            warnings.filterwarnings("ignore", "unsafe cast from .*rray", NumbaTypeSafetyWarning)
+            for argument_map in argument_maps:
+                try:
+                    overload = self._compile_protecting_inputs(argument_map)
+                    self._check_outputs(argument_map)
+                    return argument_map, overload
+                except TypeError as error:
+                    errors.append(error)
         raise errors[0]
 
-    def _compile_and_check(self, argument_map: _ArgumentMap) -> Any:
-        """Return the compiled function of all buffers.  Raise an error if the kernel breaks a rule for stores.
+    def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
+        """Return a compiled function of all buffers that does not change inputs, or raise an error.
 
-        An input has a proof if LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first row that fits
+        An input is proven if LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first line that fits
         counts:
 
-            it compiles for read-only inputs, and uses nothing that ignores this    accepted
-            all inputs have a proof                                                 accepted
-            it does not compile for read-only inputs, because of a store            error
-            otherwise                                                               copies of inputs without a proof
+            the kernel compiles for read-only inputs, and uses nothing that ignores this    return it
+            all inputs are proven                                                           return it
+            it does not compile for read-only inputs, because of a store                    raise an error
+            otherwise (for example, a helper has an explicit signature)                     copy the unproven inputs
         """
         overload, readonly_error = self._compile_for_buffers(argument_map)
-        unproven = set()  # inputs
-        if readonly_error or _may_ignore_readonly(self.kernel):
-            unproven = _unproven_inputs(self.only_read, argument_map, self.signature)
-            unproven -= _unwritten_buffers(overload, self.signature)
-        # If it does not compile for another reason (a helper with an explicit signature), it gets copies, below.
-        if unproven and readonly_error and _is_store_to_readonly(readonly_error):
+        if not readonly_error and not _may_ignore_readonly(self.kernel):
+            return overload
+        unproven = argument_map.unproven_inputs(self.only_read_positions, self.signature)
+        unproven -= _unwritten_buffers(overload, self.signature)
+        if not unproven:
+            return overload
+        if readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(unproven, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
             verb = "writes" if len(names) == 1 else "may write"
             raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
-        self._check_outputs(argument_map)
-        if unproven:
-            _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
-            # An error for read-only inputs does not matter any more: the inputs that are not copied have a proof.
-            overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))
+        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
+        # An error for read-only inputs does not matter any more: the inputs that are not copied are proven.
+        overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))
         return overload
 
     def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[Any, Exception | None]:
-        """Compile a function of all buffers, and check what the kernel returns.
+        """Return a compiled function of all buffers, after checking the values that the kernel returns.
 
-        Return it, and the error for read-only inputs if the kernel only compiles for writable ones.
+        If the kernel only compiles for writable inputs, also return the error for read-only inputs.
         """
         from numba import types as nbtypes
 
-        compile_kernel = functools.partial(self._compile_and_type, argument_map)
+        compile_kernel = functools.partial(self._compile_kernel, argument_map)
         returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
         if argument_map.results:
             self._check_results(argument_map, returned_type)
@@ -3878,8 +3873,8 @@ class _NumbaCompiler:
             raise _compile_error("Numba", self.signature, error) from error
         return function.overloads[buffer_types], readonly_error
 
-    def _compile_and_type(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
-        """Compile the kernel for buffers of these types, and return the Numba type of what it returns."""
+    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
+        """Compile the kernel for buffers of these types, and return the Numba type of its result."""
         from numba.core.registry import cpu_target
 
         argument_types = []
@@ -3902,12 +3897,13 @@ class _NumbaCompiler:
         from numba import types as nbtypes
 
         leaves = _returned_leaves(returned_type)
+        # If outputs 0 and 1 are aliased to x and y, and the kernel returns (y, x), the store of output 0 changes x.  So
+        # the arrays are copied before the first store.  For one output, Numba's assignment handles overlaps.
+        may_overlap = self.signature.aliases and len(leaves) > 1
         copy_lines = []
         store_lines = []
         for (expression, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
-            if self.signature.aliases and len(leaves) > 1 and isinstance(numba_type, nbtypes.Array):
-                # The value may be a view of an output that an earlier line overwrites.  (In a single store, Numba
-                # handles a view of the same output.)
+            if may_overlap and isinstance(numba_type, nbtypes.Array):
                 copy_lines.append(f"r{buffer} = {expression}.copy()")
                 expression = f"r{buffer}"
             if self.signature.ranks[buffer]:
@@ -3930,32 +3926,24 @@ class _NumbaCompiler:
 
     def _check_results(self, argument_map: _ArgumentMap, returned: Any) -> None:
         """Raise an error if a kernel that returns its outputs does not return what `outs` declares."""
-        leaves = list(_returned_leaves(returned).values())
+        leaves = _returned_leaves(returned).values()
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        fix = "Return one value for each of outs, with as many dimensions"
+        fixes = [_RETURN_ADVICE]
         if len(leaves) == len(declared):
-            wrong = [(leaf, *spec) for leaf, spec in zip(leaves, declared) if not _can_store(leaf, *spec)]
-            if not wrong:
-                return
-            leaf, dtype, rank = wrong[0]
-            element, returned_rank = _element_and_rank(leaf)
-            if returned_rank == rank:
-                cast = f"x.astype(np.{dtype})" if rank else f"np.{dtype}(x)"
-                fix = f"Return {cast}"
-                if str(element) in _NUMBA_DTYPES:
-                    jax_dtype = jax.dtypes.canonicalize_dtype(str(element))  # of 32 bits, if x64 is disabled
-                    fix += f", or declare {jax_dtype} in outs"
+            fixes = [fix for leaf, spec in zip(leaves, declared) if (fix := _fix_for_result(leaf, *spec))]
+        if not fixes:
+            return
         shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         raise TypeError(
             "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
-            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fix}."
+            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fixes[0]}."
         )
 
     def _check_outputs(self, argument_map: _ArgumentMap, return_fix: str = "") -> None:
         """Raise an error if the kernel surely never stores to an output."""
         if self.checks_outputs:
             buffer_of = dict(argument_map.named_args(self.parameters))
-            stored = argument_map.maybe_written(self.only_read)
+            stored = argument_map.maybe_written_buffers(self.only_read_positions)
             _check_outputs_are_stored(self.title, buffer_of, stored, self.call, index=":", return_fix=return_fix)
 
 
@@ -3973,20 +3961,13 @@ def _array_types(types_module: Any, signature: _Signature, readonly: bool = True
 
 
 def _compile_readonly_or_writable(
-    compiler: str, compile_for: Callable[[tuple], Any], types_module: Any, signature: _Signature
+    compiler_name: str, compile_for: Callable[[tuple], Any], types_module: Any, signature: _Signature
 ) -> tuple[Any, Exception | None]:
     """Compile a kernel for read-only inputs.  If that fails, compile it for writable inputs.
 
-    For example, a helper with an explicit signature accepts only writable arrays.
-
-    Args:
-      compiler: the name of the compiler, for errors.
-      compile_for: a function that compiles the kernel for a tuple of types, one for each buffer.
-      types_module: see `_array_types`.
-      signature: the signature of the kernel.
-
-    Returns:
-      The result of `compile_for`, and the error for read-only inputs, or None if they work.
+    For example, a helper with an explicit signature accepts only writable arrays.  `compile_for` compiles the kernel
+    for a tuple of types, one for each buffer (see `_array_types`).  Return its result, and the error for read-only
+    inputs, or None if they work.
     """
     try:
         return compile_for(_array_types(types_module, signature)), None
@@ -3994,7 +3975,7 @@ def _compile_readonly_or_writable(
         try:
             return compile_for(_array_types(types_module, signature, readonly=False)), readonly_error
         except Exception:
-            raise _compile_error(compiler, signature, readonly_error) from readonly_error
+            raise _compile_error(compiler_name, signature, readonly_error) from readonly_error
 
 
 class ShapeError(ValueError):  # no underscore, because its name is in the error's text
@@ -4023,13 +4004,24 @@ def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str,
     return leaves
 
 
-def _can_store(numba_type: Any, dtype: np.dtype, rank: int) -> bool:
-    """Return whether a value has the rank of an output, and a type that NumPy casts to its dtype ("same_kind")."""
+_RETURN_ADVICE = "Return one value for each of outs, with as many dimensions"
+
+
+def _fix_for_result(numba_type: Any, dtype: np.dtype, rank: int) -> str:
+    """Return the fix for a returned value that cannot be stored to an output.  If it can be, return an empty text."""
     from numba import from_dtype
 
     element, returned_rank = _element_and_rank(numba_type)
+    if returned_rank != rank:
+        return _RETURN_ADVICE
     castable = [from_dtype(np.dtype(name)) for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
-    return element in castable and returned_rank == rank
+    if element in castable:
+        return ""
+    fix = f"Return x.astype(np.{dtype})" if rank else f"Return np.{dtype}(x)"
+    if str(element) in _NUMBA_DTYPES:
+        jax_dtype = jax.dtypes.canonicalize_dtype(str(element))  # of 32 bits, if x64 is disabled
+        fix += f", or declare {jax_dtype} in outs"
+    return fix
 
 
 def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
@@ -4041,11 +4033,8 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
-_DATA_MEMBER = 4  # the position of the data pointer in `_numba_array_members`
-
-
 def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent, nitems, itemsize, data, shape, strides."""
+    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
     return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
@@ -4066,55 +4055,40 @@ def _llvm_module(overload: Any) -> Any:
 #    arrays, BLAS, exceptions and parallel loops often do not.  Numba's IR shows that `np.dot` only reads its operands.
 # 3. Without a proof, the kernel gets a copy of this input.
 #
-# An output is surely never stored to if the kernel only reads it (`_find_only_read`).  LLVM's attributes do not show
+# An output is surely never stored to if the kernel only reads it (`_only_read_names`).  LLVM's attributes do not show
 # this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
-
-
-def _unproven_inputs(only_read: Container, argument_map: _ArgumentMap, signature: _Signature) -> set[int]:
-    """Return the inputs without a proof by Numba's IR.  `only_read` is what `_find_only_read` returns for the kernel.
-
-    Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
-    """
-    inputs = argument_map.maybe_written(only_read).intersection(range(signature.n_in))
-    return inputs - argument_map.scalars - {i for i, _ in signature.aliases}
 
 
 def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
-    attributes = _llvm_attributes(overload)
     unwritten = set()
-    first_member = 2  # after the pointers to the returned value and to the exception
+    arguments = _optimized_llvm_function(overload).arguments
+    _result_pointer, _exception_pointer = itertools.islice(arguments, 2)
     for buffer, rank in enumerate(signature.ranks):
-        if {b"readonly", b"readnone"} & attributes[first_member + _DATA_MEMBER]:
+        # The members of an array (`_numba_array_members`).  The last ones are the shape and the strides.
+        _meminfo, _parent, _nitems, _itemsize, data, *_ = itertools.islice(arguments, 5 + 2 * rank)
+        if {b"readonly", b"readnone"}.intersection(data.attributes):
             unwritten.add(buffer)
-        first_member += _DATA_MEMBER + 1 + 2 * rank  # an array's last members are data, shape and strides
     return unwritten
 
 
-def _llvm_attributes(overload: Any) -> list[set[bytes]]:
-    """Return the attributes of each parameter of an overload's LLVM function, as its optimized code has them."""
+def _optimized_llvm_function(overload: Any) -> Any:
+    """Return the LLVM function of an overload, with the attributes that LLVM's optimizer infers for its arguments."""
     module = _llvm_module(overload)
     name = overload.fndesc.llvm_func_name
     function = module.get_function(name)
     # LLVM's optimizer puts `writeonly` or `readnone` on the pointer to the result.  If both are missing, the module is
     # not optimized yet, because of debug=True or NUMBA_OPT=0.
-    if not {b"writeonly", b"readnone"}.intersection(next(function.arguments).attributes):
-        module = module.clone()
-        manager, builder = overload.library._codegen._module_pass_manager(opt=3)
-        manager.run(module, builder)
-        function = module.get_function(name)
-    return [set(argument.attributes) for argument in function.arguments]
-
-
-_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())  # attributes of arrays
+    if {b"writeonly", b"readnone"}.intersection(next(function.arguments).attributes):
+        return function
+    module = module.clone()
+    manager, builder = overload.library._codegen._module_pass_manager(opt=3)
+    manager.run(module, builder)
+    return module.get_function(name)
 
 
 def _numba_ir(kernel: Any) -> Any:
-    """Return Numba's IR of a kernel or helper.
-
-    Return None if Numba cannot read the function.  That is no error here, because the simulator and object mode may
-    still run it.
-    """
+    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.  The simulator may still run it."""
     from numba.core import compiler
 
     with contextlib.suppress(Exception):
@@ -4122,12 +4096,17 @@ def _numba_ir(kernel: Any) -> Any:
     return None
 
 
-def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
-    """Return the parameters (their positions) and the globals (their names) that a kernel or helper only reads.
+def _only_read_positions(kernel: Any, call_stack: tuple = ()) -> set[int]:
+    """Return the positions of the parameters that a kernel or helper only reads.  See `_only_read_names`."""
+    only_read = _only_read_names(kernel, call_stack)
+    parameters = inspect.signature(_py_func(kernel)).parameters
+    return {position for position, name in enumerate(parameters) if name in only_read}
 
-    A use that is not known to be a read counts as a store, as in `np.sum(x)`.  This is safe: at most, an input is
-    copied.  A store to a view counts for its array: `v = x[0]; v[1] = 2` stores to `x`.  The set is empty if nothing
-    is known: Numba cannot read the function, or the function always raises, so that its outputs do not matter.
+
+def _only_read_names(kernel: Any, call_stack: tuple = ()) -> set[str]:
+    """Return the names of the parameters and globals that a kernel or helper only reads, as far as Numba's IR shows.
+
+    The set is empty if Numba cannot read the function, or if it always raises, so that its outputs do not matter.
     `call_stack` contains the functions whose analysis needs this one.
     """
     from numba.core import ir as nbir
@@ -4137,88 +4116,93 @@ def _find_only_read(kernel: Any, call_stack: tuple = ()) -> set[int | str]:
     blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, nbir.Return) for block in blocks):
         return set()
-    # The definitions of functions are looked up in the IR before SSA form.  They are temporary variables, which SSA
-    # form does not rename.
     uses = _VariableUses(kernel, numba_ir, call_stack)
     for block in blocks:
         for statement in block.body:
             uses.add(statement)
-    pending = uses.stored
-    written = set()
-    while pending:  # a store to a view is also a store to the variables that it views; `pop` ends cycles
-        variable = pending.pop()
-        written.add(uses.origins.get(variable.name))
-        pending += uses.viewed.pop(variable.name, [])
-    return set(uses.origins.values()) - written
+    return uses.only_read_names()
 
 
 class _VariableUses:
-    """How a function uses its variables, from its IR in SSA form (one assignment per variable)."""
+    """The uses of variables in a function, from Numba's IR in SSA form (one assignment per variable).
+
+    A use that is not known to be a read counts as a store.  This is safe: at most, an input is copied.  For example,
+    Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
+
+        v = getitem(value=x, index=$0)       # `v` may be a view of `x`
+        v[$1] = $2                           # a store to `v`, and so to `x`
+        n = getattr(value=x, attr=shape)     # only reads `x`
+    """
 
     def __init__(self, kernel: Any, numba_ir: Any, call_stack: tuple) -> None:
-        self.numba_ir = numba_ir
+        self.numba_ir = numba_ir  # before SSA form, which does not rename temporaries, such as called functions
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
-        self.origins: dict[str, int | str] = {}  # {variable: the position of a parameter, or the name of a global}
+        self.names: dict[str, str] = {}  # {variable: the name of the parameter or global that it is}
         self.viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables it may be a view of}
         self.stored: list = []  # the variables that may be stored to
 
+    def only_read_names(self) -> set[str]:
+        """Return the names of the parameters and globals without a store."""
+        written = set()
+        while self.stored:  # a store to a view is also a store to the variables that it views; `pop` ends cycles
+            variable = self.stored.pop().name
+            written.add(self.names.get(variable))
+            self.stored += self.viewed.pop(variable, [])
+        return set(self.names.values()) - written
+
     def add(self, statement: Any) -> None:
-        """Add the uses in a statement."""
+        """Add the uses in a statement.  `list_vars` of an assignment includes its target, which has no effect."""
         from numba.core import ir as nbir
 
         value = statement.value if isinstance(statement, nbir.Assign) else statement
-        # The name of an operation ("getitem"), or of the class of another node ("Arg").  A "cast" is only in returns.
-        kind = value.op if isinstance(value, nbir.Expr) else type(value).__name__
-        if kind in ("binop", "unary", "cast", "Return") or (kind == "getattr" and value.attr in _ARRAY_METADATA):
-            return
-        if kind in ("Arg", "Global", "FreeVar"):
-            self.origins[statement.target.name] = value.index if kind == "Arg" else value.name
-        elif kind in ("Var", "getattr", "getitem", "static_getitem", "phi"):
-            self.viewed[statement.target.name] += statement.list_vars()
-        elif kind == "call":
-            self.add_call(self.viewed[statement.target.name], value)
-        # In other statements, all variables count as stored to.  On CPUs, this includes the value of a store, because
-        # it may be an array (`a_list[0] = x`).  CUDA has no lists and dicts, so there only the target is stored to.
-        elif self.is_cuda and kind in ("SetItem", "StaticSetItem"):
-            self.stored.append(statement.target)
-        elif self.is_cuda and kind == "inplace_binop":
-            self.stored.append(value.lhs)
-        else:
-            self.stored += statement.list_vars()
+        match value:
+            case nbir.Arg() | nbir.Global() | nbir.FreeVar():
+                self.names[statement.target.name] = value.name
+            case nbir.Expr(op="call"):
+                self._add_call(statement.target.name, value)
+            case nbir.Expr(op="binop" | "unary" | "cast"):  # a "cast" is only in returns
+                pass
+            case nbir.Expr(op="getattr") if value.attr in _ARRAY_METADATA:
+                pass
+            case nbir.Var() | nbir.Expr(op="getattr" | "getitem" | "static_getitem" | "phi"):
+                self.viewed[statement.target.name] += statement.list_vars()
+            # CUDA has no lists and dicts.  So the value that is stored to an array is not an array.
+            case nbir.SetItem() | nbir.StaticSetItem() if self.is_cuda:
+                self.stored.append(statement.target)
+            case nbir.Expr(op="inplace_binop") if self.is_cuda:
+                self.stored.append(value.lhs)
+            # On CPUs, the value may be an array, to which later statements store through a list (`a_list[0] = x`).
+            case _:
+                self.stored += statement.list_vars()
 
-    def add_call(self, viewed: list, call: Any) -> None:
-        """Add the uses in a call.  `viewed` gets the variables of which the result may be a view."""
-        from numba.core import errors, ir_utils
-        from numba.core import ir as nbir
-
-        callee = ir_utils.guard(ir_utils.get_definition, self.numba_ir, call.func)
-        function, method = None, ""
-        try:
-            function = self.numba_ir.infer_constant(call.func.name)
-        except errors.ConstantInferenceError:  # not a captured value or an attribute of a module
-            if isinstance(callee, nbir.Expr) and callee.op == "getattr":
-                method = callee.attr
-        read: Container = ()  # the positions of arguments that are only read
-        read_or_viewed: Container = ()  # those that are only read, and of which the result may be a view
+    def _add_call(self, result: str, call: Any) -> None:
+        """Add the uses in a call.  `result` is the variable to which the result is assigned."""
+        function, method = self._called_function(call.func)
+        only_read: Container = ()  # the positions of arguments that are only read
         if function is np.dot:
-            read = (0, 1)  # but not `out`
+            only_read = (0, 1)  # but not `out`
         elif method == "dot":
-            read = (0,)
-        elif _decorated_backend(function) is not None and function not in self.call_stack:
-            read_or_viewed = _find_only_read(function, self.call_stack)
-        for position, argument in enumerate(call.args):
-            if position in read_or_viewed:
-                viewed.append(argument)
-            elif position not in read:
-                self.stored.append(argument)
-        self.stored += [argument for _, argument in call.kws] + ([call.vararg] if call.vararg else [])
-        if method == "view":
-            viewed.append(call.func)
-        elif method != "dot":
-            # Other methods may store to their object.  For `x.sort()`, `call.func` is `x.sort`, which counts as a view
-            # of `x`.  For a function, which views nothing, this has no effect.
-            self.stored.append(call.func)
+            only_read = (0,)
+        elif method == "view":
+            self.viewed[result].append(call.func)
+        elif _decorated_backend(function) and function not in self.call_stack:
+            only_read = _only_read_positions(function, self.call_stack)
+            self.viewed[result] += [x for position, x in enumerate(call.args) if position in only_read]
+        else:
+            self.stored.append(call.func)  # `x.sort` of `x.sort()`: a view of `x`, to which the method may store
+        self.stored += [x for position, x in enumerate(call.args) if position not in only_read]
+        self.stored += [x for _, x in call.kws] + ([call.vararg] if call.vararg else [])
+
+    def _called_function(self, variable: Any) -> tuple[Any, str]:
+        """Return (function, "") for a captured function, (None, "dot") for the method `x.dot`, or else (None, "")."""
+        from numba.core import errors, ir_utils
+
+        with contextlib.suppress(errors.ConstantInferenceError):
+            return self.numba_ir.infer_constant(variable.name), ""
+        definition = ir_utils.guard(ir_utils.get_definition, self.numba_ir, variable)
+        is_attribute = getattr(definition, "op", None) == "getattr"
+        return None, definition.attr if is_attribute else ""
 
 
 # Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
@@ -4234,28 +4218,28 @@ def _may_ignore_readonly(kernel: Any) -> bool:
 
     The answer only depends on the code, not on types, so it is the same for kernels from Numba's cache.
     """
-    for helper in _kernel_and_helpers(kernel):
-        function = _py_func(helper)
-        code = getattr(function, "__code__", _EMPTY_CODE)
-        values = [helper, *(value for _, value in _captured_values(function))]
+    for function in _kernel_and_helpers(kernel):
+        code = getattr(_py_func(function), "__code__", _EMPTY_CODE)
+        values = [function, *(value for _, value in _captured_values(function))]
         names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
         # A gufunc stores to the arguments after its inputs.
-        is_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
-        if is_gufunc or not _IGNORE_READONLY.isdisjoint(names) or any(map(_builds_dict, _code_and_nested(code))):
+        calls_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
+        # In Numba, a dict display is a typed dict.
+        builds_dict = any(
+            x.opname.startswith(("BUILD_MAP", "BUILD_CONST"))
+            for part in _code_and_nested(code)
+            for x in dis.get_instructions(part)
+        )
+        if calls_gufunc or builds_dict or not _IGNORE_READONLY.isdisjoint(names):
             return True
     return False
-
-
-def _builds_dict(code: types.CodeType) -> bool:
-    """Return whether a code object has a dict display, which is a typed dict in Numba."""
-    return any(x.opname.startswith(("BUILD_MAP", "BUILD_CONST")) for x in dis.get_instructions(code))
 
 
 # -- 7.4 Object mode and threads -----------------------------------------------------------------------
 
 
-def _uses_object_mode(kernel: Any) -> bool:
-    """Return whether a kernel or a helper references Numba's object mode, under any name.
+def _check_no_object_mode(kernel: Any, title: str) -> None:
+    """Raise an error if a kernel or a helper references Numba's object mode, under any name.
 
     Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
     """
@@ -4263,8 +4247,10 @@ def _uses_object_mode(kernel: Any) -> bool:
         names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
         type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
         if "objmode" in names or "_ObjModeContextType" in type_names:
-            return True
-    return False
+            raise TypeError(
+                f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
+                "with jax.pure_callback, besides the kernel or instead of it."
+            )
 
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
@@ -4276,6 +4262,7 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 
 
 # -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
+# As in section 6, `ir` is the builder of the handler's code, which runs in calls.
 
 
 class _NumbaEmitter(_Emitter):
@@ -4296,7 +4283,7 @@ class _NumbaEmitter(_Emitter):
             """Return the address of the message of an exception."""
             if exception_address:
                 exception = ctypes.cast(exception_address, ctypes.py_object).value
-            else:  # a helper in object mode was called through a function pointer, so `_uses_object_mode` missed it
+            else:  # a helper in object mode was called through a function pointer, so `_check_no_object_mode` missed it
                 exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
             return _store_error_message(exception, label)
 
@@ -5313,18 +5300,18 @@ class _CudaKernel(_CudaWrapper):
         checks_outputs = self.options.zero_outputs is None
 
         def compile_handler() -> _CompiledHandler | None:
-            only_read = _find_only_read(self.kernel)  # parameters and globals
+            only_read = _only_read_positions(self.kernel)
             if not _local_devices(package.platform):  # this process only lowers programs
                 handler = None
             elif package.platform == "cpu":  # the simulator
                 handler = package.compile_handler(self.kernel, argument_map, signature)
             else:
-                unproven = argument_map.names_of(_unproven_inputs(only_read, argument_map, signature), self.parameters)
+                unproven = argument_map.names_of(argument_map.unproven_inputs(only_read, signature), self.parameters)
                 compiler = _CudaCompiler(package, self.kernel, argument_map, signature, in_order, unproven)
                 handler = compiler.compile_kernel_and_handler()
             if checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
-                stored = argument_map.maybe_written(only_read)
+                stored = argument_map.maybe_written_buffers(only_read)
                 _check_outputs_are_stored(self.title, buffer_of, stored, call, index="i")
             return handler
 
@@ -5957,7 +5944,7 @@ class _CudaEmitter(_Emitter):
 
 # -- 9.6 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  When a batch is lowered for the first time, the
-# kernel is compiled again, for arrays whose first dimension is the slice.  The adapter (`_ArgumentMap`) passes
+# kernel is compiled again, for arrays whose first dimension is the slice.  The adapter (`_BatchArgumentMap`) passes
 # `b0[cuda.blockIdx.z]` to the user's kernel, or `b0[0]` for an array that all slices share.  Then `_CudaBatchLaunch`
 # replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so existing and exported programs use
 # the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It stays valid, because all
@@ -5989,9 +5976,22 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
     for function in _kernel_and_helpers(kernel):
         for name, value in _captured_values(function):
             is_array = not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-            if is_array and name not in _find_only_read(function):
+            if is_array and name not in _only_read_names(function):
                 names.append(name)
     return names
+
+
+class _BatchArgumentMap(_ArgumentMap):
+    """An argument map for a batch launch, whose adapter passes slice `blockIdx.z` of each buffer to the user's kernel.
+
+    The first dimension of a buffer is the batch.  `slice_ranks` contains the rank of a slice of each buffer.
+    """
+
+    def _expression(self, buffer: int) -> str:
+        z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
+        if buffer in self.scalars or self.slice_ranks[buffer]:
+            return f"b{buffer}[{z}]"
+        return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
 
 
 class _CudaBatchEmitter(_CudaEmitter):
@@ -6071,7 +6071,7 @@ class _CudaBatchLaunch:
             raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
         batch_compiler = dataclasses.replace(
             self.compiler,
-            argument_map=self.compiler.argument_map._replace(slice_ranks=signature.ranks),
+            argument_map=_BatchArgumentMap(*self.compiler.argument_map._replace(slice_ranks=signature.ranks)),
             signature=signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks)),
             unproven=(),  # the kernel for one slice has passed the check
         )
