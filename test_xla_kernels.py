@@ -3163,61 +3163,27 @@ def test_cuda_ptx_that_uses_z_is_recognized():
 # Warp
 
 floats = wp and wp.array(dtype=float)
+needs_warp_gpu = pytest.mark.needs("warp_gpu")
 
 
-# -- kernels compiled from text, and their helpers ------------------------------------------------------
-# Warp reads the source of kernels and builds a module at a time.  So tables of kernels become modules of Python text,
-# with the definitions below.  For example, ("x: floats, out: floats", "add(out, i, x[i])") becomes:
+# -- kernels compiled from text -------------------------------------------------------------------------
+# Warp builds a module at a time, so the kernels of a table share a module.  They are compiled from text, because Warp
+# reads the source of a kernel.  For example, "add to out": ("x: floats, out: floats", "add(out, i, x[i])") becomes:
 #
-#     @wp.kernel(module='unique')
-#     def kernel(x: floats, out: floats):
+#     @wp.kernel(module=module, enable_backward=False)
+#     def add_to_out(x: floats, out: floats):
 #         i = wp.tid()
 #         add(out, i, x[i])
-
-WARP_STRUCTS = {  # name: fields
-    "Params": "a: float; n: int",
-    "Holder": "a: floats",
-    "Quantity": "size: floats",
-    "Vectors": "a: vectors",
-    "Box": "pos: floats; mass: floats",
-    "Scaled": "a: floats; n: float",
-    "Inner": "axis: wp.vec3",
-    "Settings": "gain: float; inner: Inner; turn: wp.mat22",
-}
-WARP_HELPERS = {  # signature: body
-    "add_product(p: float, q: float, a: floats)": "a[0] += p * q",
-    "add(a: floats, i: int, value: float)": "a[i] += value",
-    "add_by_name(a: floats, i: int)": "add(i=i, a=a, value=1.0)",
-    "tail(a: floats)": "return a[1:]",
-    "second_and_tail(a: floats)": "return a[1], a[1:]",
-    "both_tails(a: floats, b: floats)": "return a[1:], b[1:]",
-    "kick(b: Box, i: int)": "b.pos[i] = 2.0 * b.mass[i]",
-    "point_to(b: Box, a: floats)": "b.pos = a",
-    "pick(first: bool, a: floats, b: floats)": "if first:\n    return a\nreturn b",
-    "sine(h: Holder, i: int)": "return wp.sin(h.a[i])",
-    "first_of(q: Vectors, i: int)": "v = q.a[i]\nv[0] += 1.0\nreturn v[0]",
-    "flip_spins(a: floats, i: int)": "return -a[i]",
-    "place(a: floats, i: int, value: float)": "a[i] = value",
-    "place(a: floats, i: int)": "place(a, i, 3.0)",
-    "at(a: floats, i: int, n: int)": "return a[i + n]",
-    "at(a: floats, i: int)": "return at(a, i, 0)",
-    "generic_place(a: Any, i: int)": "a[i] = 1.0",
-    "total(x: rows, i: int)": "s = float(0.0)\nfor j in range(x.shape[1]):\n    s += x[i, j]\nreturn s",
-    "row_product(x: rows, i: int)": "s = float(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nreturn s",
-    "times_row(p: float, x: rows, i: int)": "for j in range(x.shape[1]):\n    p = p * x[i, j]\nreturn p",
-    "params_row(p: Params, x: rows, i: int)": "for j in range(x.shape[1]):\n    p.a = p.a * x[i, j]\nreturn p.a",
-    "mean(x: rows, i: int, n: int)": "s = float(0.0)\nfor j in range(n):\n    s += x[i, j]\nreturn s / float(n)",
-    "double(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
-    "double_again(a: floats, count: ints, i: int)": "return 2.0 * a[i]",
-    "double_again_by_call(a: floats, count: ints, i: int)": "return double_again(a, count, i)",
-}
+#
+# Kernels may use the types, structs and functions below.
 
 
-def definition(decorator, signature, body):
-    return f"{decorator}\ndef {signature}:\n{textwrap.indent(body, '    ')}\n"
+def decorated(decorator, definitions):
+    """Put a decorator above each class or function."""
+    return re.sub("^(?=class |def )", f"{decorator}\n", definitions, flags=re.MULTILINE)
 
 
-WARP_DEFINITIONS = """
+WARP_TYPES = """
 import warp as wp
 from typing import Any
 floats = wp.array(dtype=float)
@@ -3226,23 +3192,61 @@ vectors = wp.array(dtype=wp.vec2)
 matrices = wp.array(dtype=wp.mat22)
 rows = wp.array2d(dtype=float)
 halves = wp.array3d(dtype=wp.float16)
-octets = wp.array(dtype=wp.uint8)
-bools = wp.array(dtype=wp.bool)
 cubes = wp.array4d(dtype=float)
 FACTOR = wp.constant(2.5)
 """
-WARP_DEFINITIONS += "".join(f"@wp.struct\nclass {name}: {fields}\n" for name, fields in WARP_STRUCTS.items())
-WARP_DEFINITIONS += "".join(definition("@wp.func", signature, body) for signature, body in WARP_HELPERS.items())
-WARP_DEFINITIONS += """
+WARP_STRUCTS = """
+class Params: a: float; n: int
+class Holder: a: floats
+class Quantity: size: floats
+class Vectors: a: vectors
+class Box: pos: floats; mass: floats
+class Scaled: a: floats; n: float
+class Inner: axis: wp.vec3
+class Settings: gain: float; inner: Inner; turn: wp.mat22
+"""
+WARP_FUNCTIONS = """
+def add_product(p: float, q: float, a: floats): a[0] += p * q
+def add(a: floats, i: int, value: float): a[i] += value
+def add_by_keywords(a: floats, i: int): add(i=i, a=a, value=1.0)
+def store(a: floats, i: int, value: float): a[i] = value
+def store(a: floats, i: int): store(a, i, 3.0)
+def store_generic(a: Any, i: int): a[i] = 1.0
+def load(a: floats, i: int, n: int): return a[i + n]
+def load(a: floats, i: int): return load(a, i, 0)
+def negative(a: floats, i: int): return -a[i]
+def tail(a: floats): return a[1:]
+def second_and_tail(a: floats): return a[1], a[1:]
+def both_tails(a: floats, b: floats): return a[1:], b[1:]
+def set_pos(b: Box, i: int): b.pos[i] = 2.0 * b.mass[i]
+def replace_pos(b: Box, a: floats): b.pos = a
+def sine(h: Holder, i: int): return wp.sin(h.a[i])
+def double(a: floats, count: ints, i: int): return 2.0 * a[i]
+def double_again(a: floats, count: ints, i: int): return 2.0 * a[i]
+def double_again_by_call(a: floats, count: ints, i: int): return double_again(a, count, i)
+def choose(first: bool, a: floats, b: floats):
+    if first: return a
+    return b
+def increment_copy(q: Vectors, i: int): v = q.a[i]; v[0] += 1.0; return v[0]
+def times_row(p: float, x: rows, i: int):
+    for j in range(x.shape[1]): p = p * x[i, j]  # wrong: p
+    return p
+def params_times_row(p: Params, x: rows, i: int):
+    for j in range(x.shape[1]): p.a = p.a * x[i, j]  # wrong: p
+    return p.a
+def mean(x: rows, i: int, n: int):
+    s = float(0.0)
+    for j in range(n): s += x[i, j]
+    return s / float(n)
+"""
+WARP_CUSTOM_FUNCTIONS = """
 if hasattr(wp, "ref"):  # Warp >= 1.19
     @wp.func
-    def set_ref(r: wp.ref[float]):
-        r = 1.0
+    def set_ref(r: wp.ref[float]): r = 1.0
     @wp.func_native("r = 1.0f;")
     def set_in_cpp(r: wp.ref[float]): ...
     @wp.func
-    def set_field(r: wp.ref[Box], i: int):
-        r.pos[i] = 1.0
+    def set_field(r: wp.ref[Box], i: int): r.pos[i] = 1.0
 @wp.func_grad(double)
 def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
@@ -3253,9 +3257,9 @@ def count_replays(a: floats, count: ints, i: int):
     wp.atomic_add(count, 0, 1)
     return 2.0 * a[i]
 @wp.func_native("return x + 1.0f;")
-def native(x: float) -> float: ...
+def add_one_in_cpp(x: float) -> float: ...
 @wp.func_native("a.data[i] = 1.0f;")
-def place_in_cpp(a: floats, i: int): ...
+def store_in_cpp(a: floats, i: int): ...
 @wp.func_native('''
     static int inside;
     int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
@@ -3268,43 +3272,30 @@ def count_threads(patience: float) -> float: ...  # waits for a second thread, a
 """
 
 
-def warp_kernels_from(sources, options="module='unique'"):
+def warp_kernels_from(sources, module="unique", has_adjoints=False):
     """Return {name: kernel} for {name: (parameters, body)}.  A body that does not set `i` starts with i = wp.tid()."""
-    text = WARP_DEFINITIONS
+    structs, functions = decorated("@wp.struct", WARP_STRUCTS), decorated("@wp.func", WARP_FUNCTIONS)
+    text = WARP_TYPES + structs + functions + WARP_CUSTOM_FUNCTIONS
+    identifiers = {name: re.sub(r"\W+", "_", str(name)).strip("_") for name in sources}
     for name, (parameters, body) in sources.items():
         start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
-        text += definition(f"@wp.kernel({options})", f"{name}({parameters})", start + body)
+        text += f"@wp.kernel(module=module, enable_backward={has_adjoints})\n"
+        text += f"def {identifiers[name]}({parameters}):\n{textwrap.indent(start + body, '    ')}\n"
     file = f"<kernels {next(KERNEL_NUMBERS)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Warp reads sources there
-    namespace = {"__name__": "kernels"}
+    namespace = {"__name__": "kernels", "module": module if module == "unique" else wp.get_module(module)}
     exec(compile(text, file, "exec"), namespace)
-    return {name: namespace[name] for name in sources}
+    return {name: namespace[identifiers[name]] for name in sources}
 
 
 def warp_kernel_from_body(parameters, body, has_adjoint=False):
-    options = f"module='unique', enable_backward={has_adjoint}"
-    return warp_kernels_from({"kernel": (parameters, body)}, options)["kernel"]
+    return warp_kernels_from({"kernel": (parameters, body)}, has_adjoints=has_adjoint)["kernel"]
 
 
-def warp_kernels_in_module(programs, module, has_adjoints=False):
-    """Return {(parameters, body): kernel}.
-
-    All kernels are in one module, because Warp builds a module in 0.4 s, and in half of the time without adjoints.
-    """
-    sources = {f"kernel_{number}": program for number, program in enumerate(programs)}
-    options = f"module=wp.get_module({module!r}), enable_backward={has_adjoints}"
-    return dict(zip(programs, warp_kernels_from(sources, options).values()))
-
-
-WARP_KERNELS = {  # parameters, body
-    "multiply": ("x: floats, y: floats, out: floats", "out[i] = x[i] * y[i]"),
+WARP_KERNELS = {
     "matvec": ("m: matrices, v: vectors, out: vectors", "out[i] = m[i] * v[i]"),
     "squares_of_rows": ("x: rows, out: floats", "out[i] = x[i, 0] * x[i, 0]"),
     "histogram": ("index: ints, weight: float, acc: floats", "wp.atomic_add(acc, index[i], weight)"),
-    "every": (
-        "x: wp.array(dtype=wp.vec3), i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings, n: wp.uint64, w: rows, o: rows",
-        "r, c = wp.tid()\nvalues = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + s.turn[1, 0]\n"
-        "o[r, c] = x[r][0] * w[r, c] + values + float(n)"),
     "takes_doubles": ("x: wp.array(dtype=wp.float64), out: floats", "out[i] = float(x[i])"),
     "returns_doubles": ("x: floats, out: wp.array(dtype=wp.float64)", "out[i] = wp.float64(x[i])"),
     "takes_arrays_in_structs": ("h: Holder, out: floats", "out[i] = h.a[i]"),
@@ -3315,22 +3306,30 @@ WARP_KERNELS = {  # parameters, body
     "takes_nothing": ("", "pass"),
     "takes_anything": ("x: wp.array(dtype=Any), out: wp.array(dtype=Any)", "out[i] = x[i]"),
     "add_up": ("x: floats, out: floats", "wp.atomic_add(out, 0, x[i])"),
+}  # fmt: skip
+WARP_DIFFERENTIABLE_KERNELS = {
+    "multiply": ("x: floats, y: floats, out: floats", "out[i] = x[i] * y[i]"),
+    "all_types": (
+        "x: wp.array(dtype=wp.vec3), i: wp.int8, v: wp.vec3h, m: wp.mat33, s: Settings, n: wp.uint64, w: rows, o: rows",
+        "r, c = wp.tid()\nvalues = float(i) + float(v[1]) + m[2, 1] + s.gain + s.inner.axis[2] + s.turn[1, 0]\n"
+        "o[r, c] = x[r][0] * w[r, c] + values + float(n)"),
     "store_and_add": ("x: floats, y: floats, out: floats",
                       "out[i] = x[i]\nif x[i] > 2.0:\n    out[i] = y[i]\nadd(out, i, x[i] * x[i])"),
-    "doubles": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double(y, count, i)"),
-    "doubles_again": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double_again_by_call(y, count, i)"),
+    "custom_adjoint": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double(y, count, i)"),
+    "custom_replay": ("count: ints, y: floats, out: floats", "out[i] = y[i] * double_again_by_call(y, count, i)"),
 }  # fmt: skip
-DOUBLE_TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
 
 
 @functools.cache
 def warp_kernels():
     wp.init()  # vectors of halves need it
-    return types.SimpleNamespace(**warp_kernels_from(WARP_KERNELS, "module=wp.get_module('kernels')"))
+    differentiable = warp_kernels_from(WARP_DIFFERENTIABLE_KERNELS, "differentiable kernels", True)
+    return types.SimpleNamespace(**warp_kernels_from(WARP_KERNELS, "kernels"), **differentiable)
 
 
 TWO_VECTORS = sample(5), sample(5, seed=1)
 THREE_FLOATS, THREE_INTS = sample(3), np.arange(3, dtype=np.int32)
+X_AND_W = sample(2, 3), sample(2, 3, seed=1)  # the inputs of `all_types`
 
 
 def warp_product(**options):
@@ -3339,30 +3338,27 @@ def warp_product(**options):
 
 @functools.cache
 def values_of_all_types():
-    """Return arguments for the parameters of `every` that are not arrays, by name."""
-    settings = warp_kernels().every.func.__annotations__["s"]()
+    """Return arguments for the parameters of `all_types` that are not arrays, by name."""
+    settings = warp_kernels().all_types.func.__annotations__["s"]()
     settings.gain = 1.5
     settings.inner.axis = wp.vec3(1.0, 2.0, 3.0)
     return {"i": -3, "v": wp.vec3h(4.0, 5.0, 6.0), "m": wp.mat33(*range(9)), "s": settings, "n": 8}
 
 
-EVERY_INPUTS = sample(2, 3), sample(2, 3, seed=1)
+def call_all_types(x, w, name=None, **others):
+    """Call `all_types` with these values, or with others."""
+    options = {"launch_dims": (2, 3), "block_dim": 4, "differentiable": True, "name": name}
+    return xk.warp_kernel(warp_kernels().all_types, like_last, **options)(
+        x, *(values_of_all_types() | others).values(), w
+    )
 
 
-def call_every(x, w, name=None, **others):
-    """Call `every` with these values, or with others."""
-    f = xk.warp_kernel(warp_kernels().every, like_last, launch_dims=(2, 3), block_dim=4, differentiable=True, name=name)
-    return f(x, *(values_of_all_types() | others).values(), w)
-
-
-def every_in_jax(x, w):
-    """Return what `every` computes from `values_of_all_types`."""
+def all_types_in_jax(x, w):
+    """Return what `all_types` computes from `values_of_all_types`."""
     return x[:, :1] * w + (-3 + 5 + 7 + 1.5 + 3 + 8)
 
 
-@pytest.fixture(params=[
-    pytest.param("cpu", marks=needs_warp), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu")),
-])  # fmt: skip
+@pytest.fixture(params=[pytest.param("cpu", marks=needs_warp), pytest.param("gpu", marks=needs_warp_gpu)])
 def warp_platform(request):
     """The platform on which the test computes."""
     return request.param
@@ -3373,47 +3369,42 @@ def warp_platform(request):
 
 def test_warp_values_of_any_library_share_a_target(warp_platform):
     """Python, NumPy, JAX and Warp values are launch data, so they do not change the target."""
+    expected = gradient(all_types_in_jax, X_AND_W)(*X_AND_W)
     typed = {"i": wp.int8(-3), "n": np.uint64(8)}
     plain = {"v": np.array([4, 5, 6], np.float16), "m": jnp.arange(9).reshape(3, 3), "n": jnp.uint8(8)}
     for values in (typed, plain):
-        call = partial(call_every, **values)
-        assert target_of(call, *EVERY_INPUTS) == target_of(call_every, *EVERY_INPUTS)
-        check_close(
-            gradient(call, EVERY_INPUTS)(*EVERY_INPUTS), gradient(every_in_jax, EVERY_INPUTS)(*EVERY_INPUTS), 1e-4
-        )
-    others = partial(call_every, i=3, m=[[1, 2, 3]] * 3, n=9)
-    check_close(others(*EVERY_INPUTS), every_in_jax(*EVERY_INPUTS) + 6 + 1 - 5)
-    assert target_of(others, *EVERY_INPUTS) == target_of(call_every, *EVERY_INPUTS)
+        call = partial(call_all_types, **values)
+        assert target_of(call, *X_AND_W) == target_of(call_all_types, *X_AND_W)
+        check_close(gradient(call, X_AND_W)(*X_AND_W), expected, 1e-4)
+    others = partial(call_all_types, i=3, m=[[1, 2, 3]] * 3, n=9)
+    check_close(others(*X_AND_W), all_types_in_jax(*X_AND_W) + 6 + 1 - 5)
+    assert target_of(others, *X_AND_W) == target_of(call_all_types, *X_AND_W)
 
 
 @needs_warp
 def test_warp_exported_program_contains_values():
-    call = partial(call_every, name="of_every_kind")
-    check_close(run_exported_elsewhere(call, *EVERY_INPUTS), every_in_jax(*EVERY_INPUTS), 1e-5)
+    call = partial(call_all_types, name="of_all_types")
+    check_close(run_exported_elsewhere(call, *X_AND_W), all_types_in_jax(*X_AND_W), 1e-5)
 
 
 @needs_warp
-def test_warp_later_trace_uses_copied_struct():
-    f = xk.warp_kernel(warp_kernels().every, like_last, launch_dims=lambda *args: args[-1].shape)
-    (x, w), values = EVERY_INPUTS, values_of_all_types()
-    settings = deepcopy(values["s"])
-    check_close(f(x, *(values | {"s": settings}).values(), w), every_in_jax(x, w))
-    settings.gain = 4.0
-    check_close(f(x[:1], *values.values(), w[:1]), every_in_jax(x, w)[:1])
-
-
-@needs_warp
-def test_warp_retraces_only_if_struct_fields_change():
+def test_warp_retraces_if_struct_fields_change_and_keeps_copies():
     """Structs compare by their fields.  A caller may change a struct between calls."""
-    traced = []
-    f = xk.warp_kernel(warp_kernels().every, lambda *args: traced.append(args) or args[-1], launch_dims=(2, 3))
-    values = values_of_all_types()
+    traced, (x, w), values = [], X_AND_W, values_of_all_types()
+    f = xk.warp_kernel(
+        warp_kernels().all_types,
+        lambda *args: traced.append(args) or args[-1],
+        launch_dims=lambda *args: args[-1].shape,
+    )
     settings = deepcopy(values["s"])
-    for gain, n_traced in ((1.5, 1), (4.0, 2), (1.5, 2)):
+    for gain, n_traced in (1.5, 1), (4.0, 2), (1.5, 2):
         settings.gain = gain
-        result = f(EVERY_INPUTS[0], *deepcopy(values | {"s": settings}).values(), EVERY_INPUTS[1])
-        check_close(result, every_in_jax(*EVERY_INPUTS) + gain - 1.5)
+        check_close(f(x, *(values | {"s": settings}).values(), w), all_types_in_jax(x, w) + gain - 1.5)
         assert len(traced) == n_traced
+    check_close(f(x, *values.values(), w), all_types_in_jax(x, w))  # an equal struct
+    assert len(traced) == 2
+    settings.gain = 4.0
+    check_close(f(x[:1], *values.values(), w[:1]), all_types_in_jax(x, w)[:1])
 
 
 def test_warp_empty_launch_returns_zeros_or_aliased_input(warp_platform):
@@ -3428,19 +3419,18 @@ def test_warp_empty_launch_returns_zeros_or_aliased_input(warp_platform):
 
 
 def test_warp_adjoint_preserves_outputs_and_cotangents(warp_platform):
-    """In its adjoint, Warp calls helpers again, and it overwrites cotangents."""
+    """In its adjoint, Warp calls functions again, and it overwrites cotangents."""
     options = {"differentiable": True, "zero_outputs": False}  # the kernel stores to `out` before it adds to it
     f = xk.warp_kernel(warp_kernels().store_and_add, like_first, **options)
     out, pullback = jax.vjp(f, jnp.arange(1.0, 5.0), jnp.ones(4))
     ct = jnp.arange(4.0)
     check_close(pullback(ct), ([0, 5, 12, 24], [0, 0, 2, 3]))
-    check_close(ct, [0, 1, 2, 3])
-    check_close(out, [2, 6, 10, 17])
+    check_close((ct, out), ([0, 1, 2, 3], [2, 6, 10, 17]))
 
 
-@pytest.mark.parametrize("kernel", ["doubles", "doubles_again"])
+@pytest.mark.parametrize("kernel", ["custom_adjoint", "custom_replay"])
 def test_warp_custom_gradient_preserves_inputs(kernel, warp_platform):
-    """The gradient function writes to its input and counts calls.  The replay function is called by a helper."""
+    """The gradient function writes to its input and counts calls.  The replay function is called by a function."""
     f = xk.warp_kernel(getattr(warp_kernels(), kernel), like_last, differentiable=True)
     count, y, ct = jnp.zeros(3, jnp.int32), jnp.arange(1.0, 4.0), jnp.arange(3.0)
     out, pullback = jax.vjp(lambda y: f(count, y), y)
@@ -3463,14 +3453,10 @@ def kernel_with_constant(constant):
     return xk.warp_kernel(scaled, like_first)
 
 
-@needs_warp
-def test_warp_target_depends_on_block_dim():
+def test_warp_target_depends_on_block_dim_constants_and_module_options(warp_platform, monkeypatch):
+    """Warp's hash of a kernel does not contain the options of its module."""
     first, other, again = (target_of(warp_product(block_dim=n), *TWO_VECTORS) for n in (32, 64, 32))
     assert first == again != other
-
-
-def test_warp_target_depends_on_constants_and_module_options(warp_platform, monkeypatch):
-    """Warp's hash of a kernel does not contain the options of its module."""
     x = jnp.arange(3.0)
     first = kernel_with_constant(2.0)
     for constant in (2.0, 3.0):
@@ -3524,8 +3510,8 @@ def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(body, options, n_c
 @needs_fake_warp_gpu
 def test_warp_launches_on_device_and_stream_of_call(fake_warp_gpu):
     """The batch and its adjoint are one launch each."""
-    args = sample(3, 2, 3), EVERY_INPUTS[1]
-    f, expected = vmap_first(call_every, args), vmap_first(every_in_jax, args)
+    args = sample(3, 2, 3), X_AND_W[1]
+    f, expected = vmap_first(call_all_types, args), vmap_first(all_types_in_jax, args)
     check_close(run_for_cuda(gradient(f, args), *args), gradient(expected, args)(*args), 1e-4)
     assert fake_warp_gpu.traits(gradient(f, args), *args) == {1}
     assert fake_warp_gpu.launches == [((2, 1, 3), (4, 1, 1), 4 + 1, 0x5EED, 1)] * 2
@@ -3557,25 +3543,13 @@ class WarpBatch(typing.NamedTuple):
     options: typing.Any = types.MappingProxyType({})
     values: tuple = ()  # arguments after the inputs
     axes: typing.Any = 0  # of the inputs, for vmap
-    gradient: bool = False
+    is_gradient: bool = False  # whether the test computes the gradient of the kernel
     reason: str | None = None  # why three slices are three launches
 
-    def wrapper(self):
-        options = {"outs": like_first, "differentiable": self.gradient, **self.options}
-        return xk.warp_kernel(batch_kernels()[self.parameters, self.body], **options)
 
-    def function(self):
-        """Return the kernel, or its gradient, as a function of a slice of the inputs."""
-        call = self.wrapper()
-        return gradient(call, self.inputs) if self.gradient else lambda *x: call(*x, *self.values)
-
-    def expected(self):
-        function = gradient(self.in_jax, self.inputs) if self.gradient else self.in_jax
-        return jax.vmap(function, self.axes)(*self.inputs)
-
-
-# Variables that are renamed, replaced and passed to helpers.
-RENAMED_VARIABLES = """if i == 6: return
+# A batch kernel begins with a statement for each array parameter, such as `x = move(x, step)`.  This kernel assigns to
+# its parameters, too, and passes them to functions.
+REASSIGNED_PARAMETERS = """if i == 6: return
 z = out
 for k in range(wp.static(6)):
     if k == i:
@@ -3588,6 +3562,7 @@ X_OUT = "x: floats, out: floats"
 ADD_TWICE_Y = "out[i] = x[i] + 2.0 * y[i]"
 STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
 SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
+DOUBLE_TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
 USER_CODE = "it has C++ code, adjoints or code transformers of your own"
 
 
@@ -3597,10 +3572,6 @@ def add_twice_y(x, y, *others):
 
 def double(x):
     return 2 * x
-
-
-def renamed_variables(x, y):
-    return jnp.where(np.arange(7) % 2, y[1], 2.5 * y).at[6].set(0)
 
 
 WARP_BATCHES = {
@@ -3614,62 +3585,78 @@ WARP_BATCHES = {
         "i, j, k = wp.tid()\nout[i, j, k] = wp.where(c[i], x[i][j, k] + wp.float16(b[i]), wp.float16(q[i][3]))",
         lambda x, b, c, q: jnp.where(c[:, None, None], x + np.float16(1), q[:, 3:, None].astype("f2")),
         (sample(3, 2, 3, 2).astype("f2"), np.ones((3, 2), "u1"), np.eye(3, 2, dtype=bool), sample(3, 2, 4)),
-        "x: halves, b: octets, c: bools, q: wp.array(dtype=wp.quat), out: halves"),
+        "x: halves, b: wp.array(dtype=wp.uint8), c: wp.array(dtype=wp.bool), q: wp.array(dtype=wp.quat), out: halves"),
     "in-out from unbatched operand": WarpBatch(
         "y[i] = x[i] + 2.0 * y[i]", add_twice_y, BATCH_AND_UNBATCHED, "x: floats, y: floats",
         {"outs": like_last, "in_out_argnames": ["y"]}, axes=FIRST_IS_BATCHED),
     "values": WarpBatch(
         "out[i] = x[i] + v[1] + float(s)\nif none:\n    out[i] = none[i]", lambda x: x + 7, TWO_BATCHES[:1],
         "x: floats, v: wp.vec3, s: wp.int64, none: floats, out: floats", values=((1, 2, 3), 5, None)),
-    "gradient": WarpBatch(STENCIL, lambda x, y: jnp.sin(x) * y + shift_and_add(x, 0), gradient=True),
-    "gradient, matrices and vectors": WarpBatch(
+    "gradient": WarpBatch(STENCIL, lambda x, y: jnp.sin(x) * y + shift_and_add(x, 0), is_gradient=True),
+    "gradient of matrices and vectors": WarpBatch(
         "out[i] = m[i] * v[i]", lambda m, v: jnp.einsum("nij,nj->ni", m, v), (sample(3, 6, 2, 2), sample(6, 2)),
-        "m: matrices, v: vectors, out: vectors", {"outs": like_last}, axes=(0, None), gradient=True),
-    "gradient, views of rows": WarpBatch(
+        "m: matrices, v: vectors, out: vectors", {"outs": like_last}, axes=FIRST_IS_BATCHED, is_gradient=True),
+    "gradient of views of rows": WarpBatch(
         SQUARES_OF_ROWS, lambda x: (x * x).sum(1), (sample(3, 2, 4),), "x: rows, out: floats",
-        {"outs": spec(2), "launch_dims": 2}, gradient=True),
-    "gradient, outputs that differ": WarpBatch(
+        {"outs": spec(2), "launch_dims": 2}, is_gradient=True),
+    "gradient of different outputs": WarpBatch(
         "squares[i] = x[i] * x[k[i]]\nwp.atomic_add(sines, 0, wp.sin(x[i]))\ncount[i] = 1",
         lambda x, k: (x * x[k], jnp.sin(x).sum()), (sample(3, 5), np.array([1, 1, 3, 0, 2], np.int32)),
         "x: floats, k: ints, squares: floats, sines: floats, count: ints",
-        {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, axes=(0, None), gradient=True),
-    "gradient, tiles": WarpBatch(
+        {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, axes=FIRST_IS_BATCHED,
+        is_gradient=True),
+    "gradient of tiles": WarpBatch(
         DOUBLE_TILES, double, (sample(3, 128),), X_OUT, {"launch_dims": 2, "tiled": True, "block_dim": 64},
-        gradient=True),
-    "0-d and empty": WarpBatch(
+        is_gradient=True),
+    "empty and 0-d": WarpBatch(
         "out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", add_twice_y,
         (TWO_BATCHES[0], sample(3), np.zeros((3, 0), np.float32)), "x: floats, y: floats, z: floats, out: floats",
         {"launch_dims": 7}),
-    "variables": WarpBatch(RENAMED_VARIABLES, renamed_variables, options={"zero_outputs": True}),
+    "reassigned parameters": WarpBatch(
+        REASSIGNED_PARAMETERS, lambda x, y: jnp.where(np.arange(7) % 2, y[1], 2.5 * y).at[6].set(0),
+        options={"zero_outputs": True}),
     "overload": WarpBatch(
         "out[i] = x[i] + x[i]", double, TWO_BATCHES[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
     "sequential": WarpBatch(
         ADD_TWICE_Y, add_twice_y, options=IN_ORDER, reason="vmap_method says that slices run in order"),
-    "C++": WarpBatch("out[i] = native(x[i])", lambda x: x + 1, TWO_BATCHES[:1], X_OUT, reason=USER_CODE),
-    "custom adjoint": WarpBatch(
+    "C++": WarpBatch("out[i] = add_one_in_cpp(x[i])", lambda x: x + 1, TWO_BATCHES[:1], X_OUT, reason=USER_CODE),
+    "gradient with a custom adjoint": WarpBatch(
         "out[i] = y[i] * double(y, count, i)", lambda count, y: 2 * y * y,
-        (np.zeros((3, 7), np.int32), TWO_BATCHES[0]),
-        "count: ints, y: floats, out: floats", {"outs": like_last}, gradient=True, reason=USER_CODE),
+        (np.zeros((3, 7), np.int32), TWO_BATCHES[0]), "count: ints, y: floats, out: floats", {"outs": like_last},
+        is_gradient=True, reason=USER_CODE),
 }  # fmt: skip
 
 
 @functools.cache
 def batch_kernels():
-    kernels, tiles = {}, (X_OUT, DOUBLE_TILES)
-    for has_adjoints, module in {False: "batches", True: "gradients of batches"}.items():
-        batches = [batch for batch in WARP_BATCHES.values() if batch.gradient == has_adjoints]
-        programs = {(batch.parameters, batch.body) for batch in batches} - {tiles}
-        kernels |= warp_kernels_in_module(sorted(programs), module, has_adjoints)
-    kernels |= warp_kernels_in_module([tiles], "tiles", True)  # Warp builds a module again for blocks of another size
-    for program, kernel in kernels.items():
-        if kernel.is_generic:
-            kernels[program] = wp.overload(kernel, [floats, floats])
-    return kernels
+    """Return {name: kernel} for WARP_BATCHES."""
+    modules = collections.defaultdict(dict)
+    for name, batch in WARP_BATCHES.items():  # Warp builds a module again for blocks of another size, as of tiles
+        module = "tiles" if "tiles" in name else "gradients of batches" if batch.is_gradient else "batches"
+        modules[module][name] = batch.parameters, batch.body
+    kernels = {}
+    for module, sources in modules.items():
+        kernels |= warp_kernels_from(sources, module, has_adjoints=module != "batches")
+    return kernels | {"overload": wp.overload(kernels["overload"], [floats, floats])}
 
 
-@pytest.fixture(
-    params=[pytest.param("fake", marks=needs_fake_warp_gpu), pytest.param("gpu", marks=pytest.mark.needs("warp_gpu"))]
-)
+def batch_wrapper(name):
+    batch = WARP_BATCHES[name]
+    return xk.warp_kernel(
+        batch_kernels()[name], **{"outs": like_first, "differentiable": batch.is_gradient, **batch.options}
+    )
+
+
+def batch_and_reference(name):
+    """Return a kernel, or its gradient, as a function of a slice of the inputs, and the results of the batch in JAX."""
+    batch, call = WARP_BATCHES[name], batch_wrapper(name)
+    function, in_jax = lambda *slices: call(*slices, *batch.values), batch.in_jax
+    if batch.is_gradient:
+        function, in_jax = gradient(call, batch.inputs), gradient(in_jax, batch.inputs)
+    return function, jax.vmap(in_jax, batch.axes)(*batch.inputs)
+
+
+@pytest.fixture(params=[pytest.param("fake", marks=needs_fake_warp_gpu), pytest.param("gpu", marks=needs_warp_gpu)])
 def warp_counter(request, driver_observer):
     if request.param == "gpu":
         return LaunchCounter(driver_observer, run_on_gpu)
@@ -3677,24 +3664,26 @@ def warp_counter(request, driver_observer):
     return LaunchCounter(driver_observer, run_for_cuda)
 
 
-@pytest.mark.parametrize("batch", WARP_BATCHES.values(), ids=[*WARP_BATCHES])
-def test_warp_batch_is_one_launch(warp_counter, batch, fallback_reasons):
+@pytest.mark.parametrize("name", WARP_BATCHES)
+def test_warp_batch_is_one_launch(warp_counter, name, fallback_reasons):
     """Rows with a reason are three launches, for three slices.  A gradient has a second launch, of the adjoint."""
-    n_launches = (3 if batch.reason else 1) * (2 if batch.gradient else 1)
-    warp_counter.check_batch(batch.function(), batch.inputs, n_launches, batch.expected(), batch.axes)
+    batch, (function, expected) = WARP_BATCHES[name], batch_and_reference(name)
+    n_launches = (3 if batch.reason else 1) * (2 if batch.is_gradient else 1)
+    warp_counter.check_batch(function, batch.inputs, n_launches, expected, batch.axes)
     assert fallback_reasons() == {batch.reason} - {None}
 
 
 @needs_warp
-@pytest.mark.parametrize("batch", WARP_BATCHES.values(), ids=[*WARP_BATCHES])
-def test_warp_batch_on_cpu(batch):
-    check_close(jax.jit(jax.vmap(batch.function(), batch.axes))(*batch.inputs), batch.expected(), 1e-4)
+@pytest.mark.parametrize("name", WARP_BATCHES)
+def test_warp_batch_on_cpu(name):
+    batch, (function, expected) = WARP_BATCHES[name], batch_and_reference(name)
+    check_close(jax.jit(jax.vmap(function, batch.axes))(*batch.inputs), expected, 1e-4)
 
 
-@pytest.mark.parametrize("n_threads", [1, 64])
+@pytest.mark.parametrize("n_threads", [1, 64], ids=["one thread", "whole blocks"])
 def test_warp_tiles_need_whole_blocks_on_gpu(warp_platform, n_threads):
     """On a CPU, a block has one thread."""
-    kernel, x = batch_kernels()[X_OUT, DOUBLE_TILES], sample(128)
+    kernel, x = batch_kernels()["gradient of tiles"], sample(128)
     f = xk.warp_kernel(kernel, like_first, launch_dims=(2, n_threads), block_dim=64)
     if warp_platform == "cpu" or n_threads == 64:
         check_close(f(x), 2 * x)
@@ -3704,36 +3693,32 @@ def test_warp_tiles_need_whole_blocks_on_gpu(warp_platform, n_threads):
 
 
 def new_warp_kernel(**options):
-    """Return a new kernel for x + factor * y, whose factor no other kernel has."""
+    """Return a new kernel for x + factor * y, and its factor, which no other kernel has."""
     factor = next(KERNEL_NUMBERS)
 
     @wp.kernel(module="unique", enable_backward=False, **options)
-    def fresh(x: floats, y: floats, out: floats):
+    def add_multiple(x: floats, y: floats, out: floats):
         i = wp.tid()
         out[i] = x[i] + float(factor) * y[i]
 
-    return fresh
-
-
-def factor_of(kernel):
-    return kernel.func.__closure__[0].cell_contents
+    return add_multiple, factor
 
 
 def test_warp_batch_kernel_built_once_for_all_threads_and_operands(warp_counter, monkeypatch):
-    built, make = [], xk._create_batch_kernel
-    monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or make(*args))
-    kernel = new_warp_kernel()
+    built, create = [], xk._create_batch_kernel
+    monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or create(*args))
+    kernel, factor = new_warp_kernel()
     call = xk.warp_kernel(kernel, like_first)
     warp_counter.check_concurrent_batches(call)
     x, y = BATCH_AND_UNBATCHED
-    warp_counter.check_batch(call, (x, y), 1, x + factor_of(kernel) * y, FIRST_IS_BATCHED)
+    warp_counter.check_batch(call, (x, y), 1, x + factor * y, FIRST_IS_BATCHED)
     assert len(built) == 1
 
 
 @pytest.mark.needs("warp 1.15")
 def test_warp_batch_without_grid_stride_is_one_launch(warp_counter):
-    kernel, (x, y) = new_warp_kernel(grid_stride=False), TWO_BATCHES
-    warp_counter.check_batch(xk.warp_kernel(kernel, like_first), TWO_BATCHES, 1, x + factor_of(kernel) * y)
+    (kernel, factor), (x, y) = new_warp_kernel(grid_stride=False), TWO_BATCHES
+    warp_counter.check_batch(xk.warp_kernel(kernel, like_first), TWO_BATCHES, 1, x + factor * y)
 
 
 @pytest.mark.parametrize("axes, x_shape, y_shape, n_launches", [
@@ -3743,7 +3728,7 @@ def test_warp_batch_without_grid_stride_is_one_launch(warp_counter):
     pytest.param([(0, 0)], (70_000, 7), (70_000, 7), 2, id="70,000 slices"),
 ])  # fmt: skip
 def test_warp_nested_batch_takes_fewest_launches(warp_counter, axes, x_shape, y_shape, n_launches):
-    call, in_jax = WARP_BATCHES["unbatched operand"].wrapper(), add_twice_y
+    call, in_jax = batch_wrapper("unbatched operand"), add_twice_y
     for in_axes in reversed(axes):
         call, in_jax = jax.vmap(call, in_axes), jax.vmap(in_jax, in_axes)
     x, y = sample(*x_shape), sample(*y_shape, seed=1)
@@ -3756,7 +3741,7 @@ def test_warp_nested_batch_takes_fewest_launches(warp_counter, axes, x_shape, y_
 def test_warp_batch_kernel_built_at_trace_if_named(fake_warp_gpu, monkeypatch):
     """An exported program may contain a batch, and run in a process that lowers no batch."""
     monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
-    kernel = new_warp_kernel()
+    kernel, _ = new_warp_kernel()
     rows = [  # options, and how many handlers there are after a trace, and after a batch
         ({}, 1, 2),
         ({"name": new_name("two")}, 2, 2),
@@ -3785,11 +3770,11 @@ FALLBACK_CAUSES = {  # a pattern of the logged reasons, and a change to the kern
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern, change", FALLBACK_CAUSES.values(), ids=[*FALLBACK_CAUSES])
-def test_warp_batch_fallback(warp_counter, fallback_reasons, monkeypatch, pattern, change):
+@pytest.mark.parametrize("cause", FALLBACK_CAUSES)
+def test_warp_batch_that_cannot_be_one_launch_logs_reason(warp_counter, fallback_reasons, monkeypatch, cause):
     """The first call compiles the kernel, so later launches also use the values captured then."""
-    kernel = new_warp_kernel()
-    call, (x, y), factor = xk.warp_kernel(kernel, like_first), TWO_BATCHES, factor_of(kernel)
+    (pattern, change), (kernel, factor) = FALLBACK_CAUSES[cause], new_warp_kernel()
+    call, (x, y) = xk.warp_kernel(kernel, like_first), TWO_BATCHES
     warp_counter.run(call, x[0], y[0])
     monkeypatch.setattr(*change(kernel))
     warp_counter.check_batch(call, TWO_BATCHES, 3, x + factor * y)
@@ -3799,138 +3784,134 @@ def test_warp_batch_fallback(warp_counter, fallback_reasons, monkeypatch, patter
 
 # -- read-only inputs, outputs that start from zeros -----------------------------------------------------
 
-WARP_WRITES = {  # the input that is written, and the statements; x is an array of vectors
-    "a starred vector before an array": ("y", "v = wp.vec2(1.0, 2.0)\nadd_product(*v, y)"),
-    "an element": ("y", "y[i] = 1.0"),
-    "a component": ("x", "x[i][0] = 1.0"),
-    "an atomic by keywords": ("y", "wp.atomic_add(arr=y, i=i, value=1.0)"),
-    "a tile": ("y", "wp.tile_store(y, wp.tile_load(out, shape=2))"),
-    "a helper with keywords": ("y", "add_by_name(y, i)"),
-    "a row": ("y", "row = y[i:]\nrow[0] = 1.0"),
-    "a slice from a helper": ("y", "tail(y)[i] = 1.0"),
-    "a slice by a variable": ("y", "s = slice(0, 2, 1)\nz = y[s]\nz[i] = 1.0"),
-    "a slice of a slice from a helper": ("y", "s = slice(0, 2, 1)\nz = tail(y)\nw = z[s]\nw[0] = 1.0"),
-    "where": ("x", "wp.where(i > 0, x, x)[i][0] = 1.0"),
-    "a tuple from a helper": ("y", "second, z = second_and_tail(y)\nz[i] = second"),
-    "a field of a struct": ("y", "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)"),
-    "a field named like metadata": ("y", "q = Quantity()\nq.size = y\nq.size[i] = 1.0"),
-    "a field of a struct in an array": ("y", "s = wp.zeros(shape=2, dtype=Holder)\ns[0] = Holder(y)\ns[0].a[i] = 1.0"),
-    "a builtin with an output parameter": ("y", "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)"),
-    "wp.copy": ("y", "z = wp.copy(y)\nz[i] = 1.0"),
-    "a helper": ("y", "place(y, i, 1.0)"),
-    "C++": ("y", "place_in_cpp(y, i)"),
-    "a helper that calls another overload": ("y", "place(y, i)"),
-    "an overload by keywords": ("y", "place(a=y, i=i, value=1.0)"),
-    "a generic helper": ("y", "generic_place(y, i)"),
+WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x, y and out
+    "writes to y": {
+        "a starred vector before an array": "v = wp.vec2(1.0, 2.0)\nadd_product(*v, y)",
+        "element": "y[i] = 1.0",
+        "atomic by keywords": "wp.atomic_add(arr=y, i=i, value=1.0)",
+        "tile": "wp.tile_store(y, wp.tile_load(out, shape=2))",
+        "function with keywords": "add_by_keywords(y, i)",
+        "slice from a function": "tail(y)[i] = 1.0",
+        "slice of a slice from a function": "s = slice(0, 2, 1)\nz = tail(y)\nw = z[s]\nw[0] = 1.0",
+        "tuple from a function": "second, z = second_and_tail(y)\nz[i] = second",
+        "field of a struct": "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
+        "field named like metadata": "q = Quantity()\nq.size = y\nq.size[i] = 1.0",
+        "field of a struct in an array": "s = wp.zeros(shape=2, dtype=Holder)\ns[0] = Holder(y)\ns[0].a[i] = 1.0",
+        "builtin with an output parameter": "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
+        "function": "store(y, i, 1.0)",
+        "C++": "store_in_cpp(y, i)",
+        "overload by keywords": "store(a=y, i=i, value=1.0)",
+        "generic function": "store_generic(y, i)",
+    },
+    "writes to x": {
+        "component": "x[i][0] = 1.0",
+        "where": "wp.where(i > 0, x, x)[i][0] = 1.0",
+    },
+    "writes to y by reference": {  # Warp >= 1.19
+        "element": "set_ref(y[i])",
+        "C++": "set_in_cpp(y[i])",
+        "struct": "b = Box(y, out)\nset_field(b, i)",
+    },
+    "writes to y or out": {
+        "variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
+        "variables swapped in a loop":
+            "src = y\ndst = out\ndst[i] = src[i]\n"
+            "for k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
+        "variable of the previous iteration": "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
+        "function of a struct": "b = Box(y, out)\nset_pos(b, i)",
+        "copied struct": "b = Box(out, y)\nc = b\nc.pos = y\nc.pos[i] = 1.0",
+        "field after a branch": "b = Box()\nb.mass = out\nb.pos = out\nif i > 0:\n    b.pos = y\nb.pos[i] = 1.0",
+        "branch in a function": "choose(i > 0, y, out)[i] = 1.0",
+    },
+    "updates out": {
+        "atomic sum": "wp.atomic_add(out, 0, y[i])",
+        "augmented assignment": "out[i] += 1.0",
+        "conditional store": "if y[i] > 0.5:\n    out[i] = y[i]",
+        "tile": "wp.tile_atomic_add(out, wp.tile_load(y, shape=2))",
+        "function with keywords": "add_by_keywords(out, i)",
+        "field of a struct": "h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)",
+    },
+    "updates vectors": {"component": "out[i].y -= 1.0"},
+    "stores to out": {  # and changes no input
+        "element": "out[i] = y[i]",
+        "tile": "wp.tile_store(out, wp.tile_load(y, shape=2))",
+        "conditional expression": "for k in range(3):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
+        "swapped variables": "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
+        "copy of a vector and lower_bound":
+            "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
+        "function of a struct": "b = Box(out, y)\nset_pos(b, i)",
+        "copied struct": "b = Box(pos=out, mass=y)\nc = b\nc.mass = c.pos\nb.pos[i] = b.mass[i]",
+        "function that changes its struct": "b = Box(out, y)\nreplace_pos(b, y)\nb.pos[i] = b.mass[i]",
+        "pair of slices": "a, b = both_tails(y, out)\nb[i] = a[i]\nout[0] = 1.0",
+        "functions": "store(out, i, negative(y, i))",
+        "functions that call other overloads": "store(out, i)\nout[i] += load(y, i)",
+        "wp.copy": "z = wp.copy(out)\nz[i] = y[i]",
+        "where": "w = wp.where(i > 0, y, y)\nout[i] = w[i] + float(w.shape[0])",
+        "elements of structs in functions":
+            "h = Holder()\nh.a = y\nout[i] = wp.sin(h.a[i]) + sine(h, i) + wp.sin(wp.where(i > 0, y, y)[i])",
+        "copy of a vector in a struct":
+            "q = Vectors()\nq.a = x\nv = q.a[i]\nv[0] = 9.0\nout[i] = v[0] + increment_copy(q, i)",
+        "size in a struct": "m = Scaled()\nm.a = out\nm.n = float(y.size)\nm.a[i] = m.n + y[i]",
+        "starred vector": "v = wp.vec2(y[i], 1.0)\nout[i] = wp.max(*v)",
+        "while loop": "k = int(0)\nwhile k < 2:\n    out[k] = y[k]\n    k += 1",
+        "branch in a function": "choose(True, out, out)[i] = choose(i > 0, y, y)[i]",
+    },
+    "never stores": {
+        "shape": "n = out.shape[0]",
+        "length": "if i > 9:\n    n = len(out)",
+        "assignment to the variable": "out = y",
+        "read through a struct": "b = Box(y, out)\nm = b.mass[i] + b.pos[i]",
+    },
 }  # fmt: skip
-WARP_AMBIGUOUS_WRITES = {  # stores to y or to the output
-    "a variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
-    "a variable that a branch replaces": "z = y\nif i > 5:\n    z = out\nz[i] = 1.0",
-    "variables swapped in a loop":
-        "src = y\ndst = out\ndst[i] = src[i]\nfor k in range(2):\n    src, dst = dst, src\n    dst[i] = src[i] + 1.0",
-    "a variable of the previous iteration": "z = out\nfor k in range(2):\n    z[k] = 1.0\n    z = y",
-    "a helper of a struct": "b = Box(y, out)\nkick(b, i)",
-    "a copied struct": "b = Box(out, y)\nc = b\nc.pos = y\nc.pos[i] = 1.0",
-    "a field after a branch": "b = Box()\nb.mass = out\nb.pos = out\nif i > 0:\n    b.pos = y\nb.pos[i] = 1.0",
-    "a branch in a helper": "pick(i > 0, y, out)[i] = 1.0",
-}  # fmt: skip
-WARP_REF_WRITES = {
-    "a reference": ("y", "set_ref(y[i])"),
-    "a reference in C++": ("y", "set_in_cpp(y[i])"),
-    "a reference to a struct": ("y", "b = Box(y, out)\nset_field(b, i)"),
-}  # Warp >= 1.19
-WARP_UPDATES = {  # updates of the output
-    "update: atomic sum": "wp.atomic_add(out, 0, y[i])",
-    "update: augmented assignment": "out[i] += 1.0",
-    "update: split read-modify-write": "s = out[i]\nfor k in range(3):\n    s += y[k]\nout[i] = s",
-    "update: running maximum": "t = out[i]\nif t < y[i]:\n    out[i] = y[i]",
-    "update: conditional store": "if y[i] > 0.5:\n    out[i] = y[i]",
-    "update: component": "out[i].y -= 1.0",
-    "update: row": "row = out[i]\nrow[0] += 1.0",
-    "update: atomic exchange": "n = wp.atomic_exch(out, i, 1.0)",
-    "update: tile": "wp.tile_atomic_add(out, wp.tile_load(y, shape=2))",
-    "update: helper with keywords": "add_by_name(out, i)",
-    "update: slice from a helper": "tail(out)[i] += 1.0",
-    "update: field of a struct": "h = Holder()\nh.a = out\nwp.atomic_add(h.a, i, 1.0)",
-}
-WARP_NEVER_STORES = {  # no store to the output
-    "shape": "n = out.shape[0]",
-    "length": "if i > 9:\n    n = len(out)",
-    "read": "t = out[i] + y[i]",
-    "assignment to the variable": "out = y",
-    "read through a struct": "b = Box(y, out)\nm = b.mass[i] + b.pos[i]",
-}
-TYPES_OF_OUT = {"update: component": "vectors", "update: row": "rows"}  # of all others: floats
-WARP_STORES = {  # stores to the output that change no input
-    "store: element": "out[i] = y[i]",
-    "store: slice": "z = out[1:]\nz[i] = y[i]\nout[0] = x[i][0]",
-    "store: tile": "wp.tile_store(out, wp.tile_load(y, shape=2))",
-    "store: conditional expression": "for k in range(3):\n    out[i] = out[i] + y[k] if k > 0 else y[k]",
-    "store: swapped variables": "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
-    "store: copy of a vector and lower_bound":
-        "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
-    "store: field set later": "b = Box()\nb.pos = out\nb.mass = y\nb.pos[i] = b.mass[i]",
-    "store: updated number of a struct": "m = Scaled()\nm.a = y\nm.n = 1.0\nm.n += 1.0\nout[i] = m.a[i] * m.n",
-    "store: helper of a struct": "b = Box(out, y)\nkick(b, i)",
-    "store: copied struct": "b = Box(pos=out, mass=y)\nc = b\nc.mass = c.pos\nb.pos[i] = b.mass[i]",
-    "store: helper that changes its struct": "b = Box(out, y)\npoint_to(b, y)\nb.pos[i] = b.mass[i]",
-    "store: pair of slices": "a, b = both_tails(y, out)\nb[i] = a[i]\nout[0] = 1.0",
-    "store: helpers": "place(out, i, flip_spins(y, i))",
-    "store: helpers that call other overloads": "place(out, i)\nout[i] += at(y, i)",
-    "store: wp.copy": "z = wp.copy(out)\nz[i] = y[i]",
-    "store: where": "w = wp.where(i > 0, y, y)\nout[i] = w[i] + float(w.shape[0])",
-    "store: elements of structs in functions":
-        "h = Holder()\nh.a = y\nout[i] = wp.sin(h.a[i]) + sine(h, i) + wp.sin(wp.where(i > 0, y, y)[i])",
-    "store: copy of a vector in a struct":
-        "q = Vectors()\nq.a = x\nv = q.a[i]\nv[0] = 9.0\nout[i] = v[0] + first_of(q, i)",
-    "store: size in a struct": "m = Scaled()\nm.a = out\nm.n = float(y.size)\nm.a[i] = m.n + y[i]",
-    "store: starred vector": "v = wp.vec2(y[i], 1.0)\nout[i] = wp.max(*v)",
-    "store: early return": "if i > 1:\n    return\nout[i] = wp.dot(x[i], x[i])",
-    "store: while loop": "k = int(0)\nwhile k < 2:\n    out[k] = y[k]\n    k += 1",
-    "store: branch in a helper": "pick(True, out, out)[i] = pick(i > 0, y, y)[i]",
-    "store: matrix": "m = wp.outer(x[i], x[i])\nm[0, 0] = 1.0\nout[i] = m[0, 0] + m[1, 1]",
-}  # fmt: skip
-ROWS_AND_FLOATS = sample(3, 2), sample(3, seed=1)
+VECTORS_AND_FLOATS = sample(3, 2), sample(3, seed=1)  # x and y
 
 
 @functools.cache
 def warp_programs():
-    """Return {name: kernel} for the tables above."""
-    writes = WARP_WRITES if conftest.missing("warp 1.19") else WARP_WRITES | WARP_REF_WRITES
-    bodies = {name: body for name, (_, body) in writes.items()}
-    bodies |= WARP_AMBIGUOUS_WRITES | WARP_UPDATES | WARP_NEVER_STORES | WARP_STORES
-    programs = [(f"x: vectors, y: floats, out: {TYPES_OF_OUT.get(name, 'floats')}", bodies[name]) for name in bodies]
-    return dict(zip(bodies, warp_kernels_in_module(programs, "programs").values()))
+    """Return {(what the kernel does, name): kernel} for the table above, with one module for all."""
+    sources = {}
+    for effect, bodies in WARP_PROGRAMS.items():
+        type_of_out = "vectors" if effect == "updates vectors" else "floats"
+        for name, body in bodies.items():
+            if "reference" not in effect or not conftest.missing("warp 1.19"):
+                sources[effect, name] = f"x: vectors, y: floats, out: {type_of_out}", body
+    return warp_kernels_from(sources, "programs")
+
+
+def programs(*effects):
+    """Parametrize a test by the programs that have one of these effects."""
+    rows = [(effect, name) for effect in effects for name in WARP_PROGRAMS[effect]]
+    marks = {"writes to y by reference": pytest.mark.needs("warp 1.19")}
+    params = [pytest.param(*row, marks=marks.get(row[0], ()), id=": ".join(row)) for row in rows]
+    return pytest.mark.parametrize("effect, name", params)
 
 
 def launched(kernel, out):
     """Return the arrays after `wp.launch` with two threads.  The output starts from `out`."""
-    pairs = zip((*ROWS_AND_FLOATS, out), kernel.adj.args)
+    pairs = zip((*VECTORS_AND_FLOATS, out), kernel.adj.args)
     arrays = [wp.array(np.array(array), dtype=arg.type.dtype, device="cpu") for array, arg in pairs]
     wp.launch(kernel, dim=2, inputs=arrays, device="cpu")
     return tuple(array.numpy() for array in arrays)
 
 
 @needs_warp
-@pytest.mark.parametrize("name", [
-    *WARP_WRITES, *[pytest.param(name, marks=pytest.mark.needs("warp 1.19")) for name in WARP_REF_WRITES],
-])  # fmt: skip
-def test_warp_write_to_input_rejected(name):
+@programs("writes to x", "writes to y", "writes to y by reference")
+def test_warp_write_to_input_rejected(effect, name):
     """As in-out arguments, the same kernels give what `wp.launch` gives."""
-    kernel, (written, _) = warp_programs()[name], (WARP_WRITES | WARP_REF_WRITES)[name]
+    kernel, written = warp_programs()[effect, name], effect.split()[2]
     advice = f" to input '{written}'.*in_out_argnames"
     with pytest.raises(TypeError, match=f"writes{advice}|may write{advice}.*only reads '{written}'"):
-        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *ROWS_AND_FLOATS)
+        jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *VECTORS_AND_FLOATS)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}
-    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*ROWS_AND_FLOATS)
+    results = xk.warp_kernel(kernel, lambda x, y: (x, y, y), **options)(*VECTORS_AND_FLOATS)
     check_close(results, launched(kernel, np.zeros(3, np.float32)))
 
 
 @needs_warp
-@pytest.mark.parametrize("name", WARP_AMBIGUOUS_WRITES)
-def test_warp_ambiguous_write_changes_a_copy_of_input(name):
+@programs("writes to y or out")
+def test_warp_ambiguous_write_changes_a_copy_of_input(effect, name):
     """The output is as after `wp.launch` with a copy of y.  In a batch, each slice has a copy of its own."""
-    kernel, (x, y) = warp_programs()[name], ROWS_AND_FLOATS
+    kernel, (x, y) = warp_programs()[effect, name], VECTORS_AND_FLOATS
     f, before = xk.warp_kernel(kernel, like_last, launch_dims=2), y.copy()
     expected = launched(kernel, np.zeros(3, np.float32))[2]
     check_close(f(x, y), expected)
@@ -3940,35 +3921,35 @@ def test_warp_ambiguous_write_changes_a_copy_of_input(name):
 
 
 @needs_warp
-@pytest.mark.parametrize("name", WARP_UPDATES | WARP_STORES)
-def test_warp_correct_kernel_matches_wp_launch(name):
+@programs("updates out", "updates vectors", "stores to out")
+def test_warp_correct_kernel_matches_wp_launch(effect, name):
     """Outputs start from zeros, or from an in-out argument."""
-    kernel, out = warp_programs()[name], spec(3, 2) if name in TYPES_OF_OUT else spec(3)
+    kernel, out = warp_programs()[effect, name], spec(3, 2) if effect == "updates vectors" else spec(3)
     zeros, start = np.zeros(out.shape, np.float32), sample(*out.shape)
-    check_close(xk.warp_kernel(kernel, out, launch_dims=2)(*ROWS_AND_FLOATS), launched(kernel, zeros)[2])
+    check_close(xk.warp_kernel(kernel, out, launch_dims=2)(*VECTORS_AND_FLOATS), launched(kernel, zeros)[2])
     in_place = xk.warp_kernel(kernel, out, launch_dims=2, in_out_argnames=["out"])
-    check_close(in_place(*ROWS_AND_FLOATS, start), launched(kernel, start)[2])
+    check_close(in_place(*VECTORS_AND_FLOATS, start), launched(kernel, start)[2])
 
 
 @needs_warp
-@pytest.mark.parametrize("name", WARP_NEVER_STORES)
-def test_warp_output_never_stored_rejected(name):
+@programs("never stores")
+def test_warp_output_never_stored_rejected(effect, name):
     """In-out arguments are rejected, too, because they would return the old values.  Scratch is not."""
-    kernel = warp_programs()[name]
+    kernel = warp_programs()[effect, name]
 
     def trace(*args, outs=like_last, **options):
         return jax.eval_shape(xk.warp_kernel(kernel, outs, launch_dims=2, **options), *args)
 
     message = r"never stores to .*'out'.*Write `out\[i\] = \.\.\.`.*zero_outputs=True"
-    for args, options in ((), {}), (ROWS_AND_FLOATS[1:], {"in_out_argnames": ["out"]}):
+    for args, options in ((), {}), (VECTORS_AND_FLOATS[1:], {"in_out_argnames": ["out"]}):
         with pytest.raises(TypeError, match=message):
-            trace(*ROWS_AND_FLOATS, *args, **options)
+            trace(*VECTORS_AND_FLOATS, *args, **options)
     for zero_outputs in (True, False):
-        trace(*ROWS_AND_FLOATS, zero_outputs=zero_outputs)
-    trace(*ROWS_AND_FLOATS, outs=(), scratch=spec(3), has_side_effect=True)
+        trace(*VECTORS_AND_FLOATS, zero_outputs=zero_outputs)
+    trace(*VECTORS_AND_FLOATS, outs=(), scratch=spec(3), has_side_effect=True)
 
 
-@pytest.mark.parametrize("key", [2, "v"])
+@pytest.mark.parametrize("key", [2, "v"], ids=["position", "name"])
 def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
     """The kernel may store through the aliased input, because it shares its memory with the output."""
     kernel = warp_kernel_from_body("x: floats, gain: float, v: floats, out: floats", "v[i] += gain * x[i]")
@@ -4066,102 +4047,77 @@ def test_warp_deferred_static_warns_if_kernels_look_equal(case, recwarn):
 # -- gradients: where Warp's adjoint is wrong, a warning is raised ---------------------------------------
 
 
-def row_loop(statement, start="0.0", length="x.shape[1]"):
-    """Return statements that update `s` in a loop, by default over the elements of a row."""
-    return f"s = float({start})\nfor j in range({length}):\n    {statement}\n"
+def row_loop(statement, then="out[i] = s", start="0.0", length="x.shape[1]"):
+    """Return statements that update `s` in a loop, by default over the elements of a row, and those after the loop."""
+    return f"s = float({start})\nfor j in range({length}):\n    {statement}\n{then}"
 
 
-SUM = row_loop("s += x[i, j]")
-TRIANGLE = "s = float(1.0)\nfor k in range(4):\n    for j in range(k):\n        s = s * x[i, j]\n"
-LARGEST = "s = x[i, 0]\nfor j in range(x.shape[1]):\n    if x[i, j] > s:\n        s = x[i, j]\n"
-SUM_OF_SUMS = "t = float(0.0)\nfor k in range(x.shape[1]):\n" + textwrap.indent(f"{SUM}t += s * x[i, k]", "    ")
+ADD, COUNT = "s += x[i, j]", "m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n"
 
 
 def square_of_sum(x):
     return x.sum() ** 2
 
 
-WARP_GRADIENTS = {  # body for a row of x, reference, and the overwritten variable and the line of the warning
-    "a sum of squares": (row_loop("s += x[i, j] * x[i, j]") + "out[i] = s", lambda x: x @ x, None),
-    "a decaying sum": (row_loop("s = 0.5 * s + x[i, j]") + "out[i] = s", lambda x: x @ 0.5 ** jnp.arange(3, -1, -1),
-                       None),
-    "in a function": ("s = total(x, i)\nout[i] = s * s", square_of_sum, None),
-    "a branch": (row_loop("if x[i, j] > 0.9: s += x[i, j]") + "out[i] = s", lambda x: x @ (x > 0.9), None),
-    "a square": (f"{SUM}out[i] = s * s", square_of_sum, ("s", "out[i] = s * s")),
-    "a branch that assigns a stale value": (
-        f"{SUM}a = x[i, 0]\nif i < 5:\n    a = s\nout[i] = a * a", square_of_sum, ("a", "out[i] = a * a")),
-    "a stale condition of while": (
-        "m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n"
-        "k = int(0)\nwhile k < m:\n    k += 1\n    out[i] += x[i, 0]",
-        lambda x: 4 * x[0], ("m", "while k < m:")),
-    "a maximum by a branch": (f"{LARGEST}out[i] = s", jnp.max, ("s", "if x[i, j] > s:")),
-    "a quotient": (row_loop("s = s / x[i, j]", "1.0") + "out[i] = s", lambda x: 1 / jnp.prod(x),
-                   ("s", "s = s / x[i, j]")),
-    "while": ("s = float(0.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s += x[i, j]\n    j += 1\nout[i] = s", jnp.sum,
-              ("j", "s += x[i, j]")),
-    "an updated output": ("out[i] = x[i, 0]\nout[i] *= x[i, 1]", lambda x: x[0] * x[1],
-                          ("out[i]", "out[i] *= x[i, 1]")),
-    "the longest loop that is unrolled": (
-        row_loop("s = s * x[i, 0]", "1.0", "16") + "out[i] = s", lambda x: x[0] ** 16, None
-    ),
-    "a loop too long to unroll": (row_loop("s = s * x[i, 0]", "1.0", "17") + "out[i] = s",
-                           lambda x: x[0] ** 17, ("s", "s = s * x[i, 0]")),
-    "a product in a function": ("out[i] = row_product(x, i)", jnp.prod, ("s", "s = s * x[i, j]")),
-    "an assigned parameter of a function": ("out[i] = times_row(x[i, 0], x, i)", lambda x: x[0] * x.prod(),
-                                            ("p", "p = p * x[i, j]")),
-    "an assigned struct": ("p = Params()\np.a = x[i, 0]\nout[i] = params_row(p, x, i)",
-                           lambda x: x[0] * x.prod(), ("p", "p.a = p.a * x[i, j]")),
-    "a length that Warp does not evaluate": (row_loop("s = s * x[i, j]", "1.0", "2 * 2") + "out[i] = s", jnp.prod,
-                                             ("s", "s = s * x[i, j]")),
-    "an unrolled triangle": (f"{TRIANGLE}out[i] = s", lambda x: x[0] ** 3 * x[1] ** 2 * x[2], None),
-    "a sum of doubles": (
-        "s = wp.float64(0.0)\nfor j in range(x.shape[1]):\n    s += wp.float64(x[i, j])\nout[i] = float(s)",
-        jnp.sum, None),
-    "a sum or zero": (f"{SUM}out[i] = wp.where(i < 5, s, 0.0)", jnp.sum, None),
-    "an integer parameter of a function": ("out[i] = mean(x, i, 4)", jnp.mean, None),
-    "the shape of an output": ("out[i] = x[i, 0] * float(out.shape[0])", lambda x: 3 * x[0], None),
-    "an inner loop": (f"{SUM_OF_SUMS}\nout[i] = t", square_of_sum, ("s", "t += s * x[i, k]")),
-    "an earlier iteration": (
-        "s = float(0.0)\nt = float(0.0)\nfor j in range(x.shape[1]):\n    t += s * s\n    s += x[i, j]\nout[i] = t",
-        lambda x: ((jnp.cumsum(x) - x) ** 2).sum(), ("s", "t += s * s"),
-    ),
-    "a component of a vector": (
-        "v = wp.vec3(0.0, 0.0, 0.0)\nfor j in range(x.shape[1]):\n    v[0] += x[i, j]\nout[i] = v[0] * v[0]",
-        square_of_sum, ("v", "out[i] = v[0] * v[0]"),
-    ),
-    "a counted length": (
-        "m = int(0)\nfor j in range(x.shape[1]):\n    m += 1\n" + row_loop("s += x[i, j]", length="m") + "out[i] = s",
-        jnp.sum,
-        ("m", "for j in range(m):"),
-    ),
-    "an index in a condition": (
-        "s = float(0.0)\nj = int(0)\nwhile j < 2:\n    j += 1\nif x[i, j] > 0.9:\n    s = x[i, 0]\nout[i] = s",
-        lambda x: x[0] * (x[2] > 0.9), ("j", "if x[i, j] > 0.9:"),
-    ),
-    "a branch on another variable": (f"{SUM}a = x[i, 0]\nif i > 5:\n    a = 1.0\nout[i] = a * s",
-                                     lambda x: x[0] * x.sum(), ("s", "out[i] = a * s")),
-    "an output read before": ("t = out[i]\nif t < x[i, 0]:\n    out[i] = x[i, 0] * x[i, 0]", lambda x: x[0] ** 2,
-                              ("t", "if t < x[i, 0]:")),
-    "an output in a condition": ("if out[i] < x[i, 0]:\n    out[i] = x[i, 0] * x[i, 0]", lambda x: x[0] ** 2,
-                                 ("out[i]", "if out[i] < x[i, 0]:")),
-    "an output updated after an unrolled loop": (
-        "for j in range(3):\n    out[i] = x[i, j]\nt = out[i] * out[i]\nout[i] = t", lambda x: x[2] ** 2,
-        ("out[i]", "t = out[i] * out[i]"),
-    ),
-    "an output updated after nested loops": (
+# The body for a row of x, and the same function in JAX.  A comment marks a line in which Warp's adjoint uses a wrong
+# value of this variable.
+WARP_GRADIENTS = {
+    "sum of squares": (row_loop("s += x[i, j] * x[i, j]"), lambda x: x @ x),
+    "decaying sum": (row_loop("s = 0.5 * s + x[i, j]"), lambda x: x @ 0.5 ** jnp.arange(3, -1, -1)),
+    "mean in a function": ("s = mean(x, i, 4)\nout[i] = s * s", lambda x: x.mean() ** 2),
+    "branch in a loop": (row_loop("if x[i, j] > 0.9: s += x[i, j]"), lambda x: x @ (x > 0.9)),
+    "branch that assigns a stale value": (
+        row_loop(ADD, "a = x[i, 0]\nif i < 5:\n    a = s\nout[i] = a * a  # wrong: a"), square_of_sum),
+    "stale condition of while": (
+        f"{COUNT}k = int(0)\nwhile k < m:  # wrong: m\n    k += 1\n    out[i] += x[i, 0]", lambda x: 4 * x[0]),
+    "counted length": (f"{COUNT}s = float(0.0)\nfor j in range(m):  # wrong: m\n    {ADD}\nout[i] = s", jnp.sum),
+    "maximum by a branch": (
+        "s = x[i, 0]\nfor j in range(x.shape[1]):\n    if x[i, j] > s:  # wrong: s\n        s = x[i, j]\nout[i] = s",
+        jnp.max),
+    "quotient": (row_loop("s = s / x[i, j]  # wrong: s", start="1.0"), lambda x: 1 / jnp.prod(x)),
+    "while loop": (
+        "s = float(0.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s += x[i, j]  # wrong: j\n    j += 1\nout[i] = s",
+        jnp.sum),
+    "updated output": ("out[i] = x[i, 0]\nout[i] *= x[i, 1]  # wrong: out[i]", lambda x: x[0] * x[1]),
+    "longest loop that is unrolled": (row_loop("s = s * x[i, 0]", start="1.0", length="16"), lambda x: x[0] ** 16),
+    "loop too long to unroll": (
+        row_loop("s = s * x[i, 0]  # wrong: s", start="1.0", length="17"), lambda x: x[0] ** 17),
+    "length that Warp does not evaluate": (
+        row_loop("s = s * x[i, j]  # wrong: s", start="1.0", length="2 * 2"), jnp.prod),
+    "assigned parameter of a function": (
+        "out[i] = times_row(x[i, 0], x, i)  # in it, wrong: p", lambda x: x[0] * x.prod()),
+    "assigned struct": (
+        "p = Params()\np.a = x[i, 0]\nout[i] = params_times_row(p, x, i)  # in it, wrong: p",
+        lambda x: x[0] * x.prod()),
+    "unrolled triangle": (
+        "s = float(1.0)\nfor k in range(4):\n    for j in range(k):\n        s = s * x[i, j]\nout[i] = s",
+        lambda x: x[0] ** 3 * x[1] ** 2 * x[2]),
+    "sum of doubles": (
+        "s = wp.float64(0.0)\nfor j in range(x.shape[1]):\n    s += wp.float64(x[i, j])\nout[i] = float(s)", jnp.sum),
+    "sum or zero": (row_loop(ADD, "out[i] = wp.where(i < 5, s, 0.0)"), jnp.sum),
+    "shape of an output": ("out[i] = x[i, 0] * float(out.shape[0])", lambda x: 3 * x[0]),
+    "earlier iteration": (
+        "t = float(0.0)\n" + row_loop("t += s * s  # wrong: s\n    s += x[i, j]", "out[i] = t"),
+        lambda x: ((jnp.cumsum(x) - x) ** 2).sum()),
+    "component of a vector": (
+        "v = wp.vec3(0.0, 0.0, 0.0)\n" + row_loop("v[0] += x[i, j]", "out[i] = v[0] * v[0]  # wrong: v"),
+        square_of_sum),
+    "index in a condition": (
+        "s = float(0.0)\nj = int(0)\nwhile j < 2:\n    j += 1\n"
+        "if x[i, j] > 0.9:  # wrong: j\n    s = x[i, 0]\nout[i] = s", lambda x: x[0] * (x[2] > 0.9)),
+    "output read before": (
+        "t = out[i]\nif t < x[i, 0]:  # wrong: t\n    out[i] = x[i, 0] * x[i, 0]", lambda x: x[0] ** 2),
+    "output updated after an unrolled loop": (
+        "for j in range(3):\n    out[i] = x[i, j]\nt = out[i] * out[i]  # wrong: out[i]\nout[i] = t",
+        lambda x: x[2] ** 2),
+    "output updated after nested loops": (
         "for j in range(x.shape[1]):\n    for k in range(x.shape[1]):\n        out[i] = x[i, j]\n"
-        "t = out[i] * out[i]\nout[i] = t", lambda x: x[3] ** 2, ("out[i]", "t = out[i] * out[i]"),
-    ),
-    "an output read after a loop that stores to it": (
-        "for j in range(3):\n    out[i] = x[i, j]\nt = out[i] * out[i]", lambda x: x[2], None),
-    "a linear update of an output": ("out[i] = x[i, 0]\nt = out[i]\nout[i] = 2.0 * t + x[i, 1]",
-                                   lambda x: 2 * x[0] + x[1], None),
-    "an output read after its last store": ("out[i] = wp.sin(x[i, 0])\nt = out[i] * out[i]",
-                                                         lambda x: jnp.sin(x[0]), None),
-    "break": ("s = float(0.0)\nfor j in range(20):\n    if j == 4:\n        break\n    s += x[i, 0]\nout[i] = s",
-              lambda x: 4 * x[0], ("break", "break")),
+        "t = out[i] * out[i]  # wrong: out[i]\nout[i] = t", lambda x: x[3] ** 2),
+    "linear update of an output": (
+        "out[i] = x[i, 0]\nt = out[i]\nout[i] = 2.0 * t + x[i, 1]", lambda x: 2 * x[0] + x[1]),
+    "break in a loop": (
+        row_loop("if j == 4:\n        break  # wrong: break\n    s += x[i, 0]", length="20"), lambda x: 4 * x[0]),
 }  # fmt: skip
-
 
 STORE_TILE = "t = wp.tile_load(x[i], shape=4)\nwp.tile_store(out, {}, offset=i)"
 WARP_WITHOUT_ADJOINT = {  # Warp has no adjoint, although the derivative is not zero
@@ -4178,7 +4134,7 @@ WARP_WITHOUT_ADJOINT = {  # Warp has no adjoint, although the derivative is not 
 }  # fmt: skip
 WARP_WITH_ADJOINT = {  # similar kernels with a correct gradient
     "zero derivatives": "out[i] = wp.floor(x[i, 0]) + wp.sign(x[i, 1]) + wp.round(x[i, 2]) + x[i, 3]",
-    "len": "out[i] = float(len(out)) * x[i, 0]",
+    "length": "out[i] = float(len(out)) * x[i, 0]",
     "atomic_add": "wp.atomic_add(out, i, wp.sin(x[i, 0]))",
     "atomic_max": "wp.atomic_max(out, i, x[i, 0])",
     "tile_sum": STORE_TILE.format("wp.tile_sum(t)"),
@@ -4188,20 +4144,19 @@ WARP_WITH_ADJOINT = {  # similar kernels with a correct gradient
 @functools.cache
 def gradient_kernels():
     """Return {name: kernel} for the tables of gradients."""
-    bodies = {name: body for name, (body, *_) in WARP_GRADIENTS.items()} | WARP_WITHOUT_ADJOINT | WARP_WITH_ADJOINT
-    programs = [("x: rows, out: floats", body) for body in bodies.values()]
-    return dict(zip(bodies, warp_kernels_in_module(programs, "gradients", True).values()))
+    bodies = {name: body for name, (body, _) in WARP_GRADIENTS.items()} | WARP_WITHOUT_ADJOINT | WARP_WITH_ADJOINT
+    return warp_kernels_from({name: ("x: rows, out: floats", bodies[name]) for name in bodies}, "gradients", True)
 
 
 GRADIENT_INPUT = np.float32([[1.1, 0.7, 1.3, 0.9], [0.5, 1.5, 0.8, 1.2], [1.4, 1.1, 0.6, 1.7]])
 
 
 @needs_warp
-@pytest.mark.parametrize("case", WARP_GRADIENTS)
-def test_warp_gradient_correct_or_warned_once(case):
+@pytest.mark.parametrize("name", WARP_GRADIENTS)
+def test_warp_gradient_correct_or_warned_once(name):
     """The library warns exactly where Warp computes a wrong gradient.  This fails if a newer Warp corrects one."""
-    _, reference, stale = WARP_GRADIENTS[case]
-    kernel, x = gradient_kernels()[case], GRADIENT_INPUT
+    body, in_jax = WARP_GRADIENTS[name]
+    kernel, x = gradient_kernels()[name], GRADIENT_INPUT
 
     def call(x):
         return xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)(x)
@@ -4213,19 +4168,19 @@ def test_warp_gradient_correct_or_warned_once(case):
     with warnings.catch_warnings(record=True, action="always") as caught:
         results, found = results_and_gradient(call, x)
         jax.eval_shape(partial(results_and_gradient, call), x)  # does not warn again
-    expected_results, expected = results_and_gradient(jax.vmap(reference), x)
+    expected_results, expected = results_and_gradient(jax.vmap(in_jax), x)
     check_close(results, expected_results)
-    if stale is None:
+    wrong = re.search("wrong: (.*)", body)
+    assert len(caught) == bool(wrong)
+    if not wrong:
         check_close(found, expected, 1e-3)
-        assert not caught
     else:
-        assert len(caught) == 1
         assert not np.allclose(found, expected, 1e-3)
-        variable, statement = map(re.escape, stale)
+        variable = re.escape(wrong[1])
         cause = f"uses a wrong value of '{variable}' in .*|is wrong in a loop with `{variable}`"
         pattern = rf"'{kernel.key}': the gradient .*({cause}) \(line (\d+) of (.*)\)\. .*jax.test_util.check_grads"
         _, line, file = re.search(pattern, str(caught[0].message)).groups()
-        assert re.fullmatch(rf"\s*{statement}\n", linecache.getline(file, int(line)))
+        assert linecache.getline(file, int(line)).endswith(f" wrong: {wrong[1]}\n")
 
 
 @needs_warp
@@ -4249,18 +4204,18 @@ def test_warp_gradient_of_builtin_without_adjoint_warned(name):
 
 
 @needs_warp
-@pytest.mark.parametrize("x, body, max_unroll, variable", [
-    ("wp.array2d(dtype=wp.bfloat16)",
-     "s = wp.bfloat16(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\nout[i] = float(s)", 16, "s"),
-    ("rows", row_loop("s = s * x[i, j]", "1.0", "3") + "out[i] = s", 0, "s"),
-    ("rows", "k = i\nfor j in range(x.shape[1]):\n    wp.atomic_add(out, k, x[i, j])\n    k = 0", 16, "k"),
+@pytest.mark.parametrize("x, body, max_unroll", [
+    ("wp.array2d(dtype=wp.bfloat16)", "s = wp.bfloat16(1.0)\nfor j in range(x.shape[1]):\n    s = s * x[i, j]\n"
+     "out[i] = float(s)", 16),
+    ("rows", row_loop("s = s * x[i, j]", start="1.0", length="3"), 0),
+    ("rows", "s = i\nfor j in range(x.shape[1]):\n    wp.atomic_add(out, s, x[i, j])\n    s = 0", 16),
 ], ids=["bfloat16", "loop not unrolled", "changed index of atomic sum"])  # fmt: skip
-def test_warp_gradient_warned(x, body, max_unroll, variable):
+def test_warp_gradient_with_wrong_value_warned(x, body, max_unroll):
     kernel = warp_kernel_from_body(f"x: {x}, out: floats", body, True)
     kernel.module.options["max_unroll"] = max_unroll
     f = xk.warp_kernel(kernel, spec(3), launch_dims=3, differentiable=True)
     inputs = spec(3, 3, dtype=jnp.bfloat16 if "bfloat16" in x else np.float32)
-    with pytest.warns(UserWarning, match=f"uses a wrong value of '{variable}'"):
+    with pytest.warns(UserWarning, match="uses a wrong value of 's'"):
         jax.eval_shape(jax.grad(lambda x: f(x).sum()), inputs)
 
 
@@ -4291,23 +4246,25 @@ def test_warp_launch_dims_must_match_indices_of_tid(x, start, launch_dims, n_dim
     trace((0,) * (n_indices or 1))
 
 
+N_THREADS = {(3, 1, 3): 3, (3, (), 1): 3, (1, 3, 3): 3, ((), 3, 1): 3, ((), 1, 1): 1}  # by shapes of x, y and out
+LAUNCH_ERRORS = {(3, 2, 3): "'x' .*3,.*'y' .*2,", (3, 3, 2): "'x' .*3,.*'out'", (1, 3, 2): "'y' .*3,.*'out'"}
+
+
 @needs_warp
 def test_warp_default_launch_needs_arrays_of_one_shape():
     """Arrays with one element do not count."""
-    kernel = warp_kernel_from_body(
-        "x: floats, y: floats, s: float, out: floats", "wp.atomic_add(out, 0, x[0] * s * y[0])"
-    )
-    ones = [np.ones(shape, np.float32) for shape in ((), 1, 2, 3)]
+    body = "wp.atomic_add(out, 0, x[0] * s * y[0])"
+    kernel = warp_kernel_from_body("x: floats, y: floats, s: float, out: floats", body)
 
     def call(x, y, out):
-        return xk.warp_kernel(kernel, spec(out), zero_outputs=True)(ones[x], ones[y], 2.0)[0]
+        return xk.warp_kernel(kernel, spec(out), zero_outputs=True)(np.ones(x, "f4"), np.ones(y, "f4"), 2.0)[0]
 
-    for x, y, out, n_threads in (3, 1, 3, 3), (3, 0, 1, 3), (1, 3, 3, 3), (0, 3, 1, 3), (0, 1, 1, 1):
-        check_close(call(x, y, out), 2 * n_threads)
+    for shapes, n_threads in N_THREADS.items():
+        check_close(call(*shapes), 2 * n_threads)
     advice = r"\. Pass the number of threads, or a function of the inputs: launch_dims=lambda x, y, s: \.\.\."
-    for x, y, out, text in (3, 2, 3, "'x' .*3,.*'y' .*2,"), (3, 3, 2, "'x' .*3,.*'out'"), (1, 3, 2, "'y' .*3,.*'out'"):
-        with pytest.raises(ValueError, match=text + ".*" + advice):
-            call(x, y, out)
+    for shapes, text in LAUNCH_ERRORS.items():
+        with pytest.raises(ValueError, match=f"{text}.*{advice}"):
+            call(*shapes)
 
 
 @pytest.mark.needs("warp 1.19")
@@ -4360,7 +4317,7 @@ def test_warp_tiles_error_names_enabled_cpu_blocks(monkeypatch):
     x = jnp.zeros(128)
     for options in {"launch_dims": 2, "tiled": True}, {"launch_dims": (2, 64)}:
         with pytest.raises(NotImplementedError, match=r"more with wp\.config\.enable_cpu_blocks"):
-            xk.warp_kernel(batch_kernels()[X_OUT, DOUBLE_TILES], like_first, block_dim=64, **options)(x)
+            xk.warp_kernel(batch_kernels()["gradient of tiles"], like_first, block_dim=64, **options)(x)
 
 
 @needs_warp
@@ -4450,7 +4407,7 @@ V_PLUS_D = {  # functions that compute v + d from the initial values of their ou
 
 @pytest.mark.needs("gpu", "cuda package")
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=pytest.mark.needs("warp_gpu")) if "warp" in kind else kind for kind in V_PLUS_D
+    pytest.param(kind, marks=needs_warp_gpu) if "warp" in kind else kind for kind in V_PLUS_D
 ])  # fmt: skip
 def test_gpu_outputs_initialized_in_loops(kind):
     """XLA fuses slices of 256 bytes in loops, and loses the alias of a kernel in the fusion (jax 0.11.2)."""
@@ -4620,8 +4577,8 @@ OUTS = [  # `outs`, and the specs that it declares
 def test_op_result_has_structure_of_outs():
     """One op serves all: its cache of calls has shapes, dtypes and structure in its keys."""
 
-    def ones(x):
-        return jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), declared)  # `declared` of the loop
+    def ones(x):  # in the structure of `declared`, which the loop below assigns
+        return jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), declared)
 
     op = op_with_kernel(ones)
     for outs, declared in OUTS:
@@ -4730,24 +4687,24 @@ def watch_clear_caches(monkeypatch):
     return calls
 
 
-REGISTRATIONS = {  # a change to an op, whether it clears caches, results of the op and of its forward function
-    "kernel for a GPU": (lambda op: op.def_kernel("jax", "gpu", generator_adding(2)), False, 1, None),
-    "other backend": (lambda op: op.def_kernel("c", "cpu", generator_adding(3)), False, 1, None),
-    "kernel for Numba CUDA": (lambda op: op.def_numba_cuda_kernel(generator_adding(2)), False, 1, None),
-    "default of a TPU": (lambda op: op.def_kernel("jax", "tpu", generator_adding(2), asdefault=True), False, 1, None),
-    "same default": (lambda op: op.set_default("cpu", "a"), False, 1, None),
-    "same batching rule": (lambda op: op.register_general_batching(), False, 1, None),
-    "replaced kernel": (lambda op: op.def_kernel("a", "cpu", generator_adding(3)), True, 3, None),
-    "new default kernel": (lambda op: op.def_kernel("c", "cpu", generator_adding(3), asdefault=True), True, 3, None),
-    "other default": (lambda op: op.set_default("cpu", "b"), True, 2, None),
-    "VJP rule": (lambda op: op.def_vjp_rule(lambda x: (x + 3, None), lambda residuals, ct: ct), True, 1, 3),
+REGISTRATIONS = {  # a change to an op, and the results of the op and of its forward function (None if it raises)
+    "kernel for a GPU": (lambda op: op.def_kernel("jax", "gpu", generator_adding(2)), 1, None),
+    "other backend": (lambda op: op.def_kernel("c", "cpu", generator_adding(3)), 1, None),
+    "kernel for Numba CUDA": (lambda op: op.def_numba_cuda_kernel(generator_adding(2)), 1, None),
+    "default of a TPU": (lambda op: op.def_kernel("jax", "tpu", generator_adding(2), asdefault=True), 1, None),
+    "same default": (lambda op: op.set_default("cpu", "a"), 1, None),
+    "same batching rule": (lambda op: op.register_general_batching(), 1, None),
+    "replaced kernel": (lambda op: op.def_kernel("a", "cpu", generator_adding(3)), 3, None),
+    "new default kernel": (lambda op: op.def_kernel("c", "cpu", generator_adding(3), asdefault=True), 3, None),
+    "other default": (lambda op: op.set_default("cpu", "b"), 2, None),
+    "VJP rule": (lambda op: op.def_vjp_rule(lambda x: (x + 3, None), lambda residuals, ct: ct), 1, 3),
 }
 
 
 @pytest.mark.parametrize("registration", REGISTRATIONS)
 def test_op_registration_clears_caches_only_if_compiled_code_depends_on_it(registration, monkeypatch):
     """`jax.clear_caches` recompiles all functions of the process."""
-    change, is_cleared, result, forward_result = REGISTRATIONS[registration]
+    change, result, forward_result = REGISTRATIONS[registration]
     op = op_adding(a=1, b=2)
     batched = jax.jit(jax.vmap(as_function(op)))
     calls = [as_function(op), batched, jax.jit(as_function(op_with_kernel(batched)))]
@@ -4757,7 +4714,7 @@ def test_op_registration_clears_caches_only_if_compiled_code_depends_on_it(regis
         forward(0.0)
     cleared = watch_clear_caches(monkeypatch)
     change(op)
-    assert len(cleared) == is_cleared
+    assert len(cleared) == ((result, forward_result) != (1, None))
     assert [call(np.zeros(1)) for call in calls] == [result] * 3
     if forward_result:
         assert forward(0.0) == forward_result
@@ -4926,11 +4883,11 @@ def test_op_vjp_rule_handles_integers_and_structured_outs():
         return op(x, n, outs=outs, a=2.0)["sine"]
 
     check_close(jax.jit(lambda: sine(ROWS, 3))(), np.sin(2 * ROWS))  # a custom_vjp of JAX needs jit here
-    slopes, nothing = jax.grad(sum_of(sine), (0, 1), allow_int=True)(ROWS, 3)
-    check_close(slopes, 2 * np.cos(2 * ROWS))
-    assert nothing.dtype == jax.dtypes.float0
-    curvature = jax.jit(jax.grad(sum_of(jax.grad(sum_of(sine)))))(ROWS, 3)
-    check_close(curvature, -4 * np.sin(2 * ROWS), tolerance=2e-5)
+    x_gradient, n_gradient = jax.grad(sum_of(sine), (0, 1), allow_int=True)(ROWS, 3)
+    check_close(x_gradient, 2 * np.cos(2 * ROWS))
+    assert n_gradient.dtype == jax.dtypes.float0
+    second_derivative = jax.jit(jax.grad(sum_of(jax.grad(sum_of(sine)))))(ROWS, 3)
+    check_close(second_derivative, -4 * np.sin(2 * ROWS), tolerance=2e-5)
 
 
 def test_op_rules_are_not_called_without_tangents_or_cotangents():
@@ -5008,10 +4965,10 @@ def test_defjvp_and_general_batching_rule_accept_primitives():
         assert axes == {"sum": 0}
 
 
-@pytest.mark.parametrize("jvp_rules, slopes", [
-    ([], [6, 4, 2]), ([lambda t, x, y: t, None], [1, 1, 1]),
+@pytest.mark.parametrize("jvp_rules, gradient_per_slice", [
+    ([], [6, 4, 2]), ([lambda t, x, y: t, None], [1, 1, 1]),  # slice k is in 3 - k sums, times 2
 ], ids=["derivative of the batching rule", "JVP rule"])  # fmt: skip
-def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
+def test_op_batching_rule_handles_innermost_vmap(jvp_rules, gradient_per_slice):
     """Without a JVP rule, JAX differentiates the batching rule.  The general batching rule can be restored."""
     op = op_with_kernel(operator.mul)
     if jvp_rules:
@@ -5021,7 +4978,8 @@ def test_op_batching_rule_handles_innermost_vmap(jvp_rules, slopes):
     x, twos = np.stack([ROWS, -ROWS]), np.full((2, 8), 2, np.float32)
     operands = x.swapaxes(1, 2), twos
     check_close(nested(*operands), 2 * x.cumsum(1))
-    check_close(jax.grad(sum_of(nested))(*operands), np.broadcast_to(np.float32(slopes), (2, 8, 3)))
+    expected = np.broadcast_to(np.float32(gradient_per_slice), (2, 8, 3))
+    check_close(jax.grad(sum_of(nested))(*operands), expected)
     op.register_general_batching()
     check_close(nested(*operands), 2 * x)
 
@@ -5177,18 +5135,15 @@ def test_side_effect_on_mesh_needs_shard_map_over_all_axes():
 # ======================================================================================================
 # Mistakes: each raises an error that states the rule, the offending value and the fix
 #
-# A row has the exception, parts of its message with `.*` between them, and the mistake.  The mistake is a lambda,
-# because the test makes it.
+# A row has the exception, parts of its message with `.*` between them, and a function that makes the mistake.
 
 
 def call_body(code, **values):
     return wrap(kernel_from_body(code, **values))(ONES)
 
 
-def call_scipy(expression):
-    from scipy import special
-
-    call_body(f"out[0] = {expression}", special=special, j0=special.j0)
+def scipy_special():
+    return importlib.import_module("scipy.special")
 
 
 def reuse_name_for_bad_kernel():
@@ -5223,7 +5178,6 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "input 0 ('x') .*got list [1, 2]. Convert it, jnp.array(x)", lambda: add_one([1, 2])),
     (TypeError, "got dict .*Pass its values one by one, x[key]", lambda: add_one({"a": ONES})),
     (TypeError, "got str 'fast'. .*a variable of the kernel's closure", lambda: add_one("fast")),
-    (TypeError, "got NoneType None. .*a variable of the kernel's closure", lambda: add_one(None)),
     (TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)", lambda: add_one(Fraction(1, 2))),
     (TypeError, 'got ndarray of dtype datetime64[D]. .*x.view("int64")', lambda: add_one(np.array(["2020"], "M8[D]"))),
     (TypeError, 'got ndarray of dtype object. .*x.astype("float32")', lambda: add_one(np.array([1.0, 2], object))),
@@ -5239,17 +5193,14 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "scratch buffer 0 is bfloat16[4], .*Declare jax.ShapeDtypeStruct((4,), jnp.float32)",
      lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(ONES)),
     (TypeError, f"raised TypeError: .*{NO_VALUES}", lambda: wrap(outs=lambda x: x[x > 1])(ONES)),
-    (TypeError, f"has no attribute 'astype'. {NO_VALUES}", lambda: wrap(outs=lambda x: x.astype("f4"))(ONES)),
-    (TypeError, "scratch, called with the specs (float32[4]), raised IndexError",
-     lambda: wrap(scratch=lambda x: spec(x.shape[1]))(ONES)),
+    (TypeError, "scratch, .*, raised IndexError", lambda: wrap(scratch=lambda x: spec(x.shape[1]))(ONES)),
     (TypeError, "(2, (4,)) contains .*Unpack it: (2, *x.shape)", lambda: wrap(outs=lambda x: spec(2, x.shape))(ONES)),
     (TypeError, "of Python ints. Got (2.0,). .*x.size // 2", lambda: wrap(outs=lambda x: spec(x.size / 2))(ONES)),
     (TypeError, "A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)",
      lambda: wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype))(ONES)),
     (TypeError, "a shape of Python ints. The size int32[] has no value .*jax.jit(f, static_argnums=...)",
      lambda: jax.jit(lambda n, x: wrap(outs=lambda x: spec(n))(x))(4, ONES)),
-    (TypeError, "The size int32[] has no value .*jax.jit(f, static_argnums=...)",
-     lambda: wrap(outs=lambda x, n: spec(n))(ONES, 4)),
+    (TypeError, "size int32[] has no value .*static_argnums=...)", lambda: wrap(outs=lambda x, n: spec(n))(ONES, 4)),
     (TypeError, "got 4 of type int. Write jax.ShapeDtypeStruct(shape", lambda: wrap(outs=lambda x: x.shape)(ONES)),
     (TypeError, "inputs (x, n, alpha), but outs takes (x). Write outs=lambda x, n, alpha: ...",
      lambda: wrap(head.__wrapped__, identity)(ONES, 2, 3.0)),
@@ -5261,8 +5212,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (ValueError, "there is no output -1. The outputs are 0", lambda: wrap(input_output_aliases={0: -1})(ONES)),
     (ValueError, "there is no input 2. The inputs are 0", lambda: wrap(input_output_aliases={2: 0})(ONES)),
     (ValueError, "'y' is not an input of this call", lambda: wrap(input_output_aliases={"y": 0})(ONES)),
-    (ValueError, "Output 0 is aliased to another input",
-     lambda: wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)),
+    (ValueError, "Output 0 is aliased to another input", lambda: wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)),
     (ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]",
      lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)),
     (ValueError, "(x). .*Pass the initial value of 'out'", lambda: wrap(in_out_argnames=["out"])(ONES)),
@@ -5270,8 +5220,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
      lambda: wrap(outs=[SPEC_4] * 2, in_out_argnames=["x"], input_output_aliases={0: 1})(ONES)),
     (ValueError, "'x' is float32[4], but outs[0] is float32[3]. Write outs=lambda x: (x, ...)",
      lambda: wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)),
-    (ValueError, "outs[1] is missing. Write outs=lambda x, y: (x, y)",
-     lambda: wrap(lambda x, y: 0, in_out_argnames=["x", "y"])(ONES, ONES)),
+    (ValueError, "outs[1] is missing. .*(x, y)", lambda: wrap(lambda x, y: 0, in_out_argnames=["x", "y"])(ONES, ONES)),
     (TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'",
      lambda: wrap(updates_state, identity, in_out_argnames=["state"])(ONES)),
     # the arguments of the kernel
@@ -5279,10 +5228,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "Make the keyword-only parameter an input", lambda: wrap(keyword_only)(ONES)),
     (TypeError, "got 1 by position and (alpha) by name. 'n' is missing", lambda: head(ONES, alpha=ONES[0])),
     (TypeError, "got 4 by position and (x) by name. Pass each once", lambda: head(ONES, 2, 3.0, ONES, x=ONES)),
-    (TypeError, "takes (x), but this call has 1 input and 2 outputs (scratch counts",
-     lambda: wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)),
-    (TypeError, "by position only; got 1 by position and (n) by name",
-     lambda: wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])),
+    (TypeError, "takes (x), but .* 2 outputs (scratch counts", lambda: wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)),
+    (TypeError, "by position only; got 1 .*(n) by name", lambda: wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])),
     (TypeError, "(input 1, 2) has no items n[i]; .*write it with n[()], .*scalars=['n']", lambda: head(ONES, 2, 3.0)),
     (TypeError, "A 0-d input is a scalar .*Write q instead of q[()]", lambda: wrap(lambda x, q: x * q[()])(ONES, 2.0)),
     # kernels that Numba does not compile
@@ -5297,8 +5244,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "no dict, list or object. Pass its values", lambda: call_body("out[0] = a['b']", a={"b": 2.0})),
     (TypeError, "capture a JAX array. Pass it", lambda: call_body("out[:] = a", a=jnp.ones(4))),
     (TypeError, "Debug it in Python with NumPy arrays: call wrapper.__wrapped__", lambda: call_body("breakpoint()")),
-    (TypeError, "uses Numba's object mode.*Call Python with jax.pure_callback",
-     lambda: call_body("with numba.objmode():\n    print()")),
+    (TypeError, "uses Numba's object mode.*jax.pure_callback", lambda: call_body("with numba.objmode():\n    print()")),
     # stores and returned values
     (TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter", lambda: call_body("return x.size")),
     (TypeError, "returns int64. Remove the `return`", lambda: call_body("out[0] = x[0]; return x.size")),
@@ -5307,15 +5253,13 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
      lambda: wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32)))(np.arange(3))),
     (TypeError, 'signature of 64 bits. Set jax.config.update("jax_enable_x64", True)',
      lambda: call_body("out[0] = f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(identity))),
-    (TypeError, "signature of 64 bits. Set",
-     lambda: wrap(numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__))(ONES)),
+    (TypeError, "64 bits", lambda: wrap(numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__))(ONES)),
     # transformations
     (TypeError, "Use jax.custom_vjp for grad, jax.custom_jvp for jvp", lambda: jax.jvp(add_one, [ONES], [ONES])),
     (NotImplementedError, "has no transpose. .* Use jax.custom_vjp", lambda: jax.linear_transpose(add_one, ONES)(ONES)),
     (NotImplementedError, "numba_cuda_kernel and warp_kernel", lambda: lower_for_cuda(add_one, ONES)),
     # when the kernel runs
-    (RUNTIME_ERRORS, "array of shape (4,) is returned, where outs declares (2,)",
-     lambda: wrap(identity, spec(2))(ONES)),
+    (RUNTIME_ERRORS, "of shape (4,) is returned, where outs declares (2,)", lambda: wrap(identity, spec(2))(ONES)),
     (RUNTIME_ERRORS, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in a call of kernel 'kernel')",
      lambda: call_body(f"raise LookupError({ODD_TEXT!r})")),
     (RUNTIME_ERRORS, "ZeroDivisionError: integer division by zero (raised in a call of kernel 'kernel')",
@@ -5328,8 +5272,12 @@ NUMBA_MISTAKES_WITH_FLOAT128 = [
     (TypeError, 'got ndarray of dtype float128. .*x.astype("float64")', lambda: add_one(np.ones(4, "float128")))
 ]
 NUMBA_MISTAKES_WITH_SCIPY = [
-    (TypeError, "Use math.erf and math.gamma, or, on CPUs, SciPy's", lambda: call_scipy("special.j0(x[0])")),
-    (TypeError, "Use math.erf and math.gamma, or, on CPUs, SciPy's C functions", lambda: call_scipy("j0(x[0])")),
+    (
+        TypeError,
+        "Use math.erf and math.gamma, or, on CPUs, SciPy's",
+        lambda: call_body("special.j0(x[0])", special=scipy_special()),
+    ),
+    (TypeError, "on CPUs, SciPy's C functions", lambda: call_body("j0(x[0])", j0=scipy_special().j0)),
 ]
 
 
@@ -5353,8 +5301,7 @@ CUDA_MISTAKES = [
     (TypeError, f"launch_dims, called with the specs (float32[4]), raised .*{NO_VALUES}",
      lambda: trace_cuda(launch_dims=lambda x: x.sum())),
     (ValueError, "1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
-    (ValueError, "got grid and block and threads_per_block. Pass",
-     lambda: trace_cuda(grid=1, block=64, threads_per_block=256)),
+    (ValueError, "grid and block and threads_per_block.", lambda: trace_cuda(grid=1, block=64, threads_per_block=256)),
     (ValueError, "got threads_per_block=64 and launch_dims=(3, 4). Pass grid=(x, y), block",
      lambda: trace_cuda(launch_dims=lambda x: (3, 4), threads_per_block=64)),
     (ValueError, "shared_mem must be an int from 0 .*; got -1", lambda: trace_cuda(launch_dims=1, shared_mem=-1)),
@@ -5365,11 +5312,10 @@ CUDA_MISTAKES = [
     (TypeError, "(x, out, stream).*passes (float32[3], ", lambda: trace_callable(callable_from_body("pass"))),
     (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
      lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
-    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2",
-     lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
-    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2",
+    (ValueError, "launch_dims=3 has 1 .*grid returns 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
+    (ValueError, "launch_dims=3 has 1 .*grid returns 2",
      lambda: trace_cuda(cuda_kernel_from_body("out[cuda.grid(ndim=2)] = 1"), launch_dims=3)),
-    (ValueError, "launch_dims=3 has 1 dimension, but cuda.grid returns 2",
+    (ValueError, "launch_dims=3 has 1 .*grid returns 2",
      lambda: trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)),
 ]  # fmt: skip
 
@@ -5379,19 +5325,9 @@ def trace_warp(name, *args, outs=like_first, **options):
     return jax.eval_shape(xk.warp_kernel(getattr(warp_kernels(), name), outs, **options), *args)
 
 
-def grad_without_adjoint():
-    kernel = warp_kernel_from_body("x: floats, out: floats", "out[i] = x[i]")
-    jax.grad(sum_of(xk.warp_kernel(kernel, like_first, differentiable=True)))(ONES)
-
-
-def hessian_of_product():
-    f = sum_of(warp_product(differentiable=True))
-    jax.hessian(lambda x: f(x, x))(ONES)
-
-
 trace_product = partial(trace_warp, "multiply", spec(3), spec(3))
 trace_matvec = partial(trace_warp, "matvec", spec(2, 2), spec(2))
-call_every_with = partial(call_every, *EVERY_INPUTS)
+call_with = partial(call_all_types, *X_AND_W)
 
 WARP_MISTAKES = [
     # arrays
@@ -5400,12 +5336,10 @@ WARP_MISTAKES = [
     (TypeError, "truncates x to 32 bits, .*jnp.asarray(x, jnp.float64)", lambda: trace_warp("takes_doubles", spec(3))),
     (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)",
      lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
-    (TypeError, '((3,), jnp.float64), after jax.config.update("jax_enable_x64", True)',
-     lambda: trace_warp("returns_doubles", spec(3))),
+    (TypeError, 'jnp.float64), after .*"jax_enable_x64", True)', lambda: trace_warp("returns_doubles", spec(3))),
     (TypeError, "Got float32[2,3]. .*: shape (n, 2). Move the first dimension: jnp.moveaxis(v, 0, -1)",
      lambda: trace_warp("matvec", spec(3, 2, 2), spec(2, 3))),
-    (TypeError, "Got float32[3,2]. .*, ndim=2). Or declare jax.ShapeDtypeStruct((3,), jnp.float32)",
-     lambda: trace_product(outs=spec(3, 2))),
+    (TypeError, "Got float32[3,2]. .*ndim=2). Or .*((3,), jnp.float32)", lambda: trace_product(outs=spec(3, 2))),
     (TypeError, "Got float32[1,1,1,1,3]. Warp arrays have at most 4 dimensions. Reshape it, such as .*reshape(-1)",
      lambda: trace_warp("multiply", spec(1, 1, 1, 1, 3), spec(3))),
     (TypeError, "Declare it .*((3,), jnp.float32)", lambda: trace_product(outs=spec(3, dtype=np.int32))),
@@ -5414,19 +5348,19 @@ WARP_MISTAKES = [
      lambda: trace_matvec(spec(2), outs=spec(2), in_out_argnames=["out"])),
     (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
      lambda: trace_matvec(outs=(), scratch=spec(2), has_side_effect=True)),
-    (TypeError, "'out' must be an array float32[:]. Got float32[]. For .*((1,), jnp.float32).",
-     lambda: trace_product(outs=spec())),
+    (TypeError, "'out' .* float32[:]. Got float32[]. For .*((1,), jnp.float32).", lambda: trace_product(outs=spec())),
     (TypeError, "Got float32[]. For .*((1,), jnp.float32), and reshape the input: out.reshape(1,)",
      lambda: trace_product(spec(), outs=spec(), in_out_argnames=["out"])),
     (NotImplementedError, "Got float32[n]. A launch needs known dimensions. Export a program per shape",
      lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), spec(3))),
     (ValueError, "Got float32[2147483648]. .*Split the array", lambda: trace_warp("multiply", spec(2**31), spec(3))),
-    (ValueError, "Got float32[2,536870912]. .*32 bits.*Split the array",
-     lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
+    (ValueError, "Got float32[2,536870912]. .*32 bits.*Split", lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
     (TypeError, "differentiable=True for reverse mode, if the kernel only writes to new outputs. Use jax.custom_vjp",
      lambda: jax.jvp(warp_product(), [ONES] * 2, [ONES] * 2)),
-    (TypeError, "differentiable=True gives only first derivatives", hessian_of_product),
-    (ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)", grad_without_adjoint),
+    (TypeError, "differentiable=True gives only first derivatives",
+     lambda: jax.hessian(sum_of(warp_product(differentiable=True)))(ONES, ONES)),
+    (ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)",
+     lambda: jax.grad(sum_of(xk.warp_kernel(warp_kernels().add_up, spec(1), differentiable=True)))(ONES)),
     (TypeError, "the parameters (x, y, out).* got 1 input and 1 output, ", lambda: trace_warp("multiply", spec(3))),
     (TypeError, "the parameters (index, weight, acc).* got 2 inputs and 2 outputs, ",
      lambda: xk.warp_kernel(warp_kernels().histogram, (spec(3), spec(3)))(THREE_INTS, 0.5)),
@@ -5442,18 +5376,17 @@ WARP_MISTAKES = [
     (ValueError, "1 to 4 ints from 0 to 2147483647. Got -1", lambda: trace_product(launch_dims=-1)),
     (ValueError, "number of blocks. launch_dims is missing. Pass launch_dims=", lambda: trace_product(tiled=True)),
     (ValueError, "block_dim must be an int from 1 to 1024; got 2048", lambda: trace_product(block_dim=2048)),
-    (ValueError, "launch_dims must be 1 to 3 ints .*Got (1, 1, 1, 1). Pass an int",
-     lambda: trace_product(tiled=True, launch_dims=(1,) * 4)),
+    (ValueError, "1 to 3 ints .*Got (1, 1, 1, 1).", lambda: trace_product(tiled=True, launch_dims=(1,) * 4)),
     (ValueError, "must not overwrite an input or use scratch, .*. Got in_out_argnames=['acc'], .*. Write to a new",
      lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
     (ValueError, "scratch=[ShapeDtypeStruct(shape=(), dtype=float32)]. Write to a new output",
      lambda: trace_product(scratch=spec(), differentiable=True)),
     # values and types
-    (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_every_with(s=1)),
-    (Exception, "param m .*warp_kernel 'every'", lambda: call_every_with(m=[1.0, 2.0])),  # Warp's own text
+    (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_with(s=1)),
+    (Exception, "param m .*warp_kernel 'all_types'", lambda: call_with(m=[1.0, 2.0])),  # Warp's own text
     (TypeError, "'n' is passed by value, as uint64. Got HashGrid <.*>. Pass its id: n.id",
-     lambda: call_every_with(n=wp.HashGrid(2, 2, 2, device="cpu"))),
-    (ValueError, "as int8. Got ndarray array(300). .*-128 to 127", lambda: call_every_with(i=np.array(300))),
+     lambda: call_with(n=wp.HashGrid(2, 2, 2, device="cpu"))),
+    (ValueError, "as int8. Got ndarray array(300). .*-128 to 127", lambda: call_with(i=np.array(300))),
     (TypeError, "takes a function decorated with warp.kernel; got", lambda: xk.warp_kernel(like_first, spec())),
     (ValueError, "Warp has no scalar type .* one of: bool, .*float64", lambda: xk.jaxtype_to_warptype(np.complex64)),
     (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", lambda: xk.jaxinfo_to_warpinfo(spec())),
@@ -5511,10 +5444,8 @@ call_empty_op = partial(EMPTY_OP, outs=like_first)
 OP_MISTAKES = [
     # inputs
     (TypeError, "'op': input 0.*got a jax.Ref. Pass its value, x[...]", lambda: add_in_op(jax.new_ref(jnp.ones(4)))),
-    (TypeError, "'op': input 0.*one by one, x['a']", lambda: add_in_op(np.ones(4, [("a", "f4"), ("b", "i4")]))),
     (TypeError, "'op': input 0.*got ndarray of dtype >f4.*newbyteorder(", lambda: add_in_op(ONES.astype(">f4"))),
-    (TypeError, "'op': input 0.*must be a number or an array.*got list [1.0]. Convert it, jnp.array(x)",
-     lambda: add_in_op([1.0])),
+    (TypeError, "'op': input 0.*a number or an array.*got list [1.0]. .*jnp.array(x)", lambda: add_in_op([1.0])),
     # calls
     (TypeError, "'op': .* traced values of its closure. Got .* as an operand", grad_of_op_that_closes_over_tracer),
     (ValueError, "'op'.*returned .*, but outs declares .*",
@@ -5560,7 +5491,8 @@ def mistakes(backend, table, *needs):
 
 
 @pytest.mark.parametrize("backend", [
-    "shape", "raising", "nothing", "far", "undecorated", "needs n", "effects", "ordered", "numba", ""
+    "shape", "raising", "nothing", "far", "undecorated", "needs n", "effects", "ordered", "numba",
+    pytest.param("", id="empty name"),
 ])  # fmt: skip
 def test_op_error_has_same_type_in_compiled_batch(backend):
     call = partial(broken_op(), outs=like_first, backend=backend, **({"alpha": 2} if backend == "numba" else {}))
@@ -5582,7 +5514,7 @@ def test_op_error_has_same_type_in_compiled_batch(backend):
     ],
 )
 def test_mistake_raises_error_with_fix(kind, text, call):
-    """Valid calls before and after it have no influence, and are not influenced."""
+    """A valid call before it has no influence on the mistake, and the mistake has none on a later one."""
     np.testing.assert_array_equal(add_one(ONES), ONES + 1)
     with pytest.raises(kind) as caught:
         jax.block_until_ready(call())
@@ -5702,9 +5634,11 @@ def fork_and_reload():
             assert xk.numba_kernel(kernel, like_first, name=name)(ONES)[0] == 2
 
 
+RESULTS_AT_EXIT = []  # of kernels that still run when the process exits
+
+
 def share_xla_threads():
     """Run nested batches on all devices in 16 threads.  They share XLA's thread pool, and must not wait for it."""
-    global running
 
     def spin(x, y, out):
         total = 0.0
@@ -5736,15 +5670,19 @@ def share_xla_threads():
 
     pmapped(x, y)  # in one thread, because the cache of pmap fails if several threads trace it (jax 0.9)
     in_threads(work, range(16))
+    RESULTS_AT_EXIT.extend(pmapped(x + i, y) for i in range(100))
 
+
+def run_seven_slices_on_eight_devices():
+    """Run a batch whose slices lie on several devices, and gather its results."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
     replicated, partitioned = [jax.sharding.NamedSharding(mesh, P(*axes)) for axes in ((), "d")]
     kernel = jax.vmap(wrap(kernel_from_body("if x[0] > 8: raise ValueError('too large')\nout[0] = x[0]")))
-    seven_slices = lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), replicated)  # eight devices
-    seven_slices = jax.jit(seven_slices, in_shardings=partitioned)
+    double = lambda x: jax.lax.with_sharding_constraint(2 * kernel(x[:7]), replicated)
+    seven_slices = jax.jit(double, in_shardings=partitioned)
     slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], partitioned)
     assert seven_slices(slices)[6] == 12
     assert "too large" in error_of(seven_slices, 2 * slices)
-    running = [pmapped(x + i, y) for i in range(100)]  # kernels still run when the process exits
 
 
 def keep_subnormal_numbers():
@@ -5786,20 +5724,22 @@ def enter_workqueue_from_several_threads():
 
     wrap(kernel_from_body("out[0] = x[0]"))(ONES)  # a kernel of the same signature that needs no lock
 
-    def work(kernel):
+    def work(kernel_and_rounds):
+        kernel, n_rounds = kernel_and_rounds
         f = wrap(kernel)
-        for i in range(50 if kernel is direct else 3):
+        for _ in range(n_rounds):
             assert "negative" in error_of(f, -ONES)
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
-    in_threads(work, [direct, through_helper] * 3)
+    in_threads(work, [(direct, 50), (through_helper, 3)] * 3)
 
 
 @pytest.mark.processes
 @pytest.mark.needs("glibc")
 def test_fork_reload_and_concurrent_batches_on_eight_devices():
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NUMBA_THREADING_LAYER": "omp"}
-    run_in_new_process(fork_and_reload, keep_subnormal_numbers, share_xla_threads, **environment)
+    programs = fork_and_reload, keep_subnormal_numbers, run_seven_slices_on_eight_devices, share_xla_threads
+    run_in_new_process(*programs, **environment)
 
 
 @pytest.mark.processes
@@ -5875,7 +5815,7 @@ def test_missing_backend_error_names_package(monkeypatch):
             make(copy.__wrapped__, like_first)(ONES)
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("is_broken", [False, True], ids=["as installed", "broken warp"])
 def test_self_check_reports_working_missing_and_broken_backends(capsys, monkeypatch, is_broken):
     if is_broken:
         monkeypatch.setitem(sys.modules, "warp", types.ModuleType("warp"))
@@ -5977,11 +5917,8 @@ def test_speed_figure_equals_readme_table():
     *texts, _title = re.findall(r">([^<>]+)</text>", below_the_axis)
     half = len(texts) // 2
     value_of = dict(zip(texts[:half], map(float, texts[half:]), strict=True))
-    kernels, others = (
-        ["numba_kernel", "warp_kernel"],
-        ["brainevent.numba_kernel", "warp.jax_kernel", "jax.pure_callback"],
-    )
-    assert [value_of[label] for label in [*kernels, "C++ for XLA", *others]] == values_of_table
+    labels = ["numba_kernel", "warp_kernel", "C++ for XLA", "brainevent.numba_kernel", "warp.jax_kernel"]
+    assert [value_of[label] for label in [*labels, "jax.pure_callback"]] == values_of_table
 
 
 def anchors_of(text):
