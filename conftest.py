@@ -354,16 +354,15 @@ def table_of_matrix(outcomes):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) if rows else ""
 
 
-# -- fakes of a GPU -------------------------------------------------------------------------------------
-# Where there is no GPU, three classes let handlers for CUDA run.  Programs are lowered for CUDA, and run on the CPU.
+# -- fakes of a GPU, and a recorder of driver calls -----------------------------------------------------
+# Where there is no GPU, fakes let handlers for CUDA run.  Programs are lowered for CUDA, and run on the CPU.
 #
-#     FakeXlaGpu      the base class: JAX lists two GPUs, and XLA gives handlers a stream and a device
-#     FakeCudaDriver  also a fake `libcuda.so.1` (.ci/fake_cuda_driver.c), for the packages of Numba CUDA.  The packages
-#                     compile kernels and load them.  Launches are logged, and no kernel runs.  Its tests are named
-#                     test_fakecuda_, and run in the process that test_cuda_fake_driver starts.
-#     FakeWarp        also a fake `wp.launch`.  Kernels run on the CPU, in any process.
-#
-# On a real GPU, a test with `LaunchCounter` runs there instead.
+#     class              fixture        tests
+#     FakeXlaGpu         -              the base class: JAX lists two GPUs, and XLA gives handlers a stream and a device
+#     FakeCudaDriver     fake_cuda      handlers of Numba CUDA, with a fake `libcuda.so.1` (.ci/fake_cuda_driver.c).  It
+#                                       logs its calls, and runs no kernel.  Needs the process of test_cuda_fake_driver.
+#     FakeWarp           fake_warp_gpu  handlers of Warp, with a fake `wp.launch`.  Kernels run on the CPU.
+#     DriverRecorder     driver_calls   handlers on fake and on real GPUs: records their launches and memsets
 
 
 def targets_in(text):
@@ -403,7 +402,8 @@ class FakeXlaGpu:
         self.handlers, self.traits_of = {}, {}  # by the name of the target
         self.local_devices, self.register = jax.local_devices, jax.ffi.register_ffi_target
 
-    def patch(self, monkeypatch):
+    def start(self, monkeypatch):
+        """Replace functions of JAX for one test."""
         monkeypatch.setattr(jax, "local_devices", self.with_gpus)
         monkeypatch.setattr(jax.ffi, "register_ffi_target", self.register_for_cpu)
 
@@ -457,6 +457,12 @@ class FakeCudaDriver(FakeXlaGpu):
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.driver.take_log.restype = ctypes.c_char_p
 
+    def start(self, monkeypatch):
+        super().start(monkeypatch)
+        self.set(device=0, n_params=0)
+        self.fail("")
+        self.log()
+
     def set(self, **values):
         """Set variables of the driver.  Handlers get `device` from this object."""
         vars(self).update(values)
@@ -478,24 +484,10 @@ class FakeCudaDriver(FakeXlaGpu):
         return [call for call in self.log() if " x " in call[0]]
 
 
-@pytest.fixture(scope="session")
-def fake_driver():
-    return FakeCudaDriver()  # one for all tests, because XLA keeps handlers forever
+class FakeFunction(typing.NamedTuple):
+    """A CUfunction of FakeWarp, which runs on the CPU."""
 
-
-@pytest.fixture
-def fake_cuda(fake_driver, monkeypatch):
-    fake_driver.patch(monkeypatch)
-    fake_driver.set(device=0, n_params=0)
-    fake_driver.fail("")
-    fake_driver.log()
-    return fake_driver
-
-
-class RecordedLaunch(typing.NamedTuple):
-    """A launch that FakeWarp recorded."""
-
-    launch: typing.Any  # a `wp.Launch` for the CPU
+    launch: typing.Any  # a recorded `wp.Launch` for the CPU
     cpu_hooks: typing.Any  # the functions of its CPU code, which `launch.hooks` had
     ordinal: int  # of the device
 
@@ -505,7 +497,7 @@ class FakeWarp(FakeXlaGpu):
 
     1. The library records a launch.  `record` gives it the number of a fake CUfunction, such as 3.
     2. A handler calls `cuLaunchKernel` with this number and the addresses of the parameters.
-    3. `launch` copies the parameters to recorded launch 3, and runs it for each block along z.
+    3. `launch` copies the parameters to the launch of fake function 3, and runs it for each block along z.
 
     A CPU has no blockIdx.z, by which the batch kernel moves to its slice.  So this kernel reads it from a variable.
     """
@@ -515,9 +507,9 @@ class FakeWarp(FakeXlaGpu):
     def __init__(self):
         super().__init__()
         self.make_array, self.record_on_cpu = warp().array.__init__, warp().launch
-        self.numbers, self.recorded = itertools.count(1), {}  # {number of the CUfunction: RecordedLaunch}
+        self.numbers, self.functions = itertools.count(1), {}  # {number: FakeFunction}
         self.block_index_z = ctypes.c_uint32(0)  # its address is in compiled kernels
-        self.lock = threading.Lock()  # a launch changes block_index_z and the recorded launch
+        self.lock = threading.Lock()  # a launch changes block_index_z and the fake function
         number, size, pointer = ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
         kind = functools.partial(ctypes.CFUNCTYPE, number, pointer)
         self.library = types.SimpleNamespace(
@@ -541,11 +533,11 @@ class FakeWarp(FakeXlaGpu):
         value._obj.value = 2**31 - 1  # no limit
         return 0
 
-    def patch(self, monkeypatch):
+    def start(self, monkeypatch):
         def make_on_cpu(array, *args, **options):
             self.make_array(array, *args, **{**options, "device": "cpu"})
 
-        super().patch(monkeypatch)
+        super().start(monkeypatch)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(xk._LibCuda, "__init__", lambda libcuda: setattr(libcuda, "library", self.library))
         monkeypatch.setattr(warp(), "launch", self.record)
@@ -560,7 +552,7 @@ class FakeWarp(FakeXlaGpu):
             return self.record_on_cpu(kernel, *args, device=device, block_dim=block_dim, **options)
         launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
         number = next(self.numbers)
-        self.recorded[number] = RecordedLaunch(launch, launch.hooks, int(device.removeprefix("cuda:")))
+        self.functions[number] = FakeFunction(launch, launch.hooks, int(device.removeprefix("cuda:")))
         forward = backward = ctypes.c_void_p(number)
         shared_memory = block_dim + 1  # any number that the handler must pass on
         launch.hooks = type(launch.hooks)(forward, backward, shared_memory, shared_memory)
@@ -570,31 +562,36 @@ class FakeWarp(FakeXlaGpu):
     def launch(self, number, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
         """Stand in for `cuLaunchKernel`."""
         with self.lock:
-            recorded = self.recorded[number]
-            self.launches.append(((gx, gy, gz), (bx, by, bz), shared_memory, stream, recorded.ordinal))
-            launch = recorded.launch
+            launch, cpu_hooks, ordinal = self.functions[number]
+            self.launches.append(((gx, gy, gz), (bx, by, bz), shared_memory, stream, ordinal))
             for param, passed in zip(launch.params, params):
                 ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
-            launch.device, launch.hooks = warp().get_device("cpu"), recorded.cpu_hooks
+            launch.device, launch.hooks = warp().get_device("cpu"), cpu_hooks
             for z in range(gz):
                 self.block_index_z.value = z
                 launch.launch()
         return 0
 
 
-@pytest.fixture(scope="session")
-def fake_warp():
-    return FakeWarp()  # one for all tests, because XLA keeps handlers forever
+@functools.cache
+def only(fake_class):
+    return fake_class()  # one for all tests, because XLA keeps handlers forever
 
 
 @pytest.fixture
-def fake_warp_gpu(fake_warp, monkeypatch):
-    fake_warp.patch(monkeypatch)
-    return fake_warp
+def fake_cuda(monkeypatch):
+    only(FakeCudaDriver).start(monkeypatch)
+    return only(FakeCudaDriver)
 
 
-class DriverObserver:
-    """Counts the launches, and lists the sizes of the memsets, by all handlers of the session.
+@pytest.fixture
+def fake_warp_gpu(monkeypatch):
+    only(FakeWarp).start(monkeypatch)
+    return only(FakeWarp)
+
+
+class DriverRecorder:
+    """Records the launches, and the sizes of the memsets, by all handlers of the session.
 
     A handler contains the addresses of driver functions.  It gets those of callbacks, which call the functions, too.
     """
@@ -638,5 +635,5 @@ class DriverObserver:
 
 
 @pytest.fixture(scope="session", autouse=True)  # before any handler is compiled
-def driver_observer():
-    return DriverObserver()
+def driver_calls():
+    return DriverRecorder()
