@@ -3867,7 +3867,7 @@ def launched(kernel, out):
 def test_warp_write_to_input_rejected(effect, name):
     """As in-out arguments, the same kernels give what `wp.launch` gives."""
     kernel, written = warp_programs()[effect, name], effect.split()[2]
-    advice = f" to input '{written}'.*in_out_argnames"
+    advice = rf" to input '{written}' \(`.*` in function '\w+'\).*in_out_argnames"
     with pytest.raises(TypeError, match=f"writes{advice}|may write{advice}.*only reads '{written}'"):
         jax.eval_shape(xk.warp_kernel(kernel, like_last, launch_dims=2, zero_outputs=False), *VECTORS_AND_FLOATS)
     options = {"in_out_argnames": ["x", "y"], "zero_outputs": True, "launch_dims": 2}

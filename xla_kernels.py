@@ -46,7 +46,7 @@ work here.
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
 #     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
-#     8  Source analysis   the stores of Warp kernels to arrays
+#     8  Source analysis   the stores of Warp kernels, and other facts from their source
 #     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
@@ -4419,7 +4419,7 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 
 
 # ======================================================================================================
-# 8. Source analysis: the arrays to which the source of a Warp kernel stores.
+# 8. Source analysis: the stores of Warp kernels, and other facts from their source.
 #
 # Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and
 # tiles.  So an abstract interpretation of the kernel and of the functions that it calls finds the stores:
@@ -4435,51 +4435,54 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 # A store is of one of three kinds.  The kind does not say whether the statement runs:
 #
-#     kind         what the statement does                        if the array is an input
-#     exact        it stores to one known array                   an error
-#     possible     C++ code or a builtin stores, or only reads    an error
-#     ambiguous    it stores to one of several arrays             the kernel gets a copy of the input
+#     kind         the statement or call                                      if the array is an input
+#     exact        stores to one known array                                  an error
+#     possible     stores, or only reads (C++, unknown code, a reference)     an error
+#     ambiguous    stores to one of several arrays                            the kernel gets a copy of the input
 #
-# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a kernel does
-# store to the input, the copy takes it.  For a possible store, a copy would silently lose what C++ code stores.  Stores
-# through an array of structs that a helper fills are not found.
+# The kernel gets a copy if the store is probably meant for another array.  Ambiguous stores occur in correct kernels,
+# such as those that swap two variables in a loop.  A possible store is meant for this array, so a copy would silently
+# lose the values that C++ code stores.
 #
-# The analysis is flow-insensitive: it assumes that all statements run, in any order.  So an assignment only adds to the
-# views of a variable, and the statements are interpreted until no variable has new views (a fixpoint).
+# The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
+# new views (a fixpoint).  Stores through an array of structs that a helper fills are not found.
 
 _RETURNED = "return"  # the key of the returned value among variables, of which none can have this name
 
 
 class _View(NamedTuple):
-    """An array that a variable or expression may be a view of.
+    """An array that a value may be a view of, or, if the value is a struct, that a field may be a view of.
 
     For a parameter `x` with two dimensions, `x[i]` is `_View("x", 1, False)`, and `x[i, j]` is a number without views.
     After `box.pos = x`, the struct `box` is `_View("x", 2, True)`.
     """
 
-    parameter: str  # the parameter that is the array, or a struct with the array
-    max_ndim: float  # the value has at most this many dimensions; `math.inf` if the analysis cannot tell
-    maybe_struct: bool  # the value is a struct with the array in a field, or may be one
+    parameter: str  # the parameter that is the array, or a struct with it
+    max_ndim: float  # the view (of a struct: the view in its field) has at most this ndim; `math.inf` if unknown
+    maybe_struct: bool  # whether the value may be a struct
+
+
+class _StoreKind(enum.IntEnum):
+    """The kinds of stores, in the order of the table above."""
+
+    EXACT = 0
+    POSSIBLE = 1
+    AMBIGUOUS = 2
 
 
 class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
     parameters: frozenset[str]  # the array of one of these
-    source: ast.AST  # the statement or call, maybe in a called function
-    may_only_read: bool  # a possible store, as above
-
-    @property
-    def is_ambiguous(self) -> bool:
-        return len(self.parameters) > 1 and not self.may_only_read
+    node: ast.AST  # the statement or call, maybe in a called function
+    kind: _StoreKind
 
 
 def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-def _with(views: Iterable[_View], **fields: Any) -> set[_View]:
-    """Return the views with other values of these fields."""
+def _replace(views: Iterable[_View], **fields: Any) -> set[_View]:
     return {view._replace(**fields) for view in views}
 
 
@@ -4487,38 +4490,32 @@ def _with(views: Iterable[_View], **fields: Any) -> set[_View]:
 
 
 class _WarpSource:
-    """The stores to the arrays of a Warp kernel, and other facts about the source of the kernel and its helpers."""
+    """The stores to the arrays of a Warp kernel, and facts for section 10 about the source of it and its helpers."""
 
     def __init__(self, kernel: Any) -> None:
-        self.functions: dict[Any, _FunctionAnalysis] = {}  # of the kernel, which comes first, and of its helpers
+        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel, which comes first, and of its helpers
         self.calls: list[tuple[ast.Call, Any]] = []  # each call, and the called function
         pending = [kernel]
         for function in pending:  # the list grows in this loop
-            if function not in self.functions:
-                self.functions[function] = analysis = _FunctionAnalysis(function, self.functions)
+            if function not in self.analyses:
+                self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
                 self.calls += analysis.callees.items()
                 pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
-        self._repeat_until_stable(_FunctionAnalysis.find_views)
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a store depends on all views
-        self.stores: dict[str, _Store] = {}  # {parameter of the kernel: the store to its array that counts}
-        # If an array has several kinds of stores, the first kind in the table above counts.
-        for store in sorted(self.functions[kernel].stores, key=lambda x: (x.is_ambiguous, x.may_only_read)):
+        # Each step is repeated until it finds nothing new.  Stores come second, because a store depends on all views.
+        for step in (_FunctionAnalysis.find_views, _FunctionAnalysis.find_stores):
+            n_before, n_found = -1, 0
+            while n_before != n_found:
+                n_before, n_found = n_found, sum(map(step, self.analyses.values()))
+        self.stores: dict[str, _Store] = {}  # {parameter of the kernel: its first store in the order of the table}
+        for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
             for parameter in store.parameters:
                 self.stores.setdefault(parameter, store)
-
-    def _repeat_until_stable(self, step: Callable[[_FunctionAnalysis], int]) -> None:
-        """Repeat a step for all functions until it finds nothing new, because each uses the results of others."""
-        n_before, n_found = -1, 0
-        while n_before != n_found:
-            n_before, n_found = n_found, sum(map(step, self.functions.values()))
-
-    # -- facts for section 10 --
 
     @functools.cached_property
     def n_indices(self) -> int:
         """The largest number of indices that one `wp.tid()` returns.  Without `wp.tid()`, 0."""
         n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
-        for analysis in self.functions.values():
+        for analysis in self.analyses.values():
             for node in analysis.nodes:
                 match node:
                     case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
@@ -4531,10 +4528,10 @@ class _WarpSource:
         return any(_builtin_name(callee).startswith(("tile", "untile")) for _, callee in self.calls)
 
     @functools.cached_property
-    def has_opaque_code(self) -> bool:
+    def has_unanalyzed_code(self) -> bool:
         """Whether there is C++ code, an adjoint of the user, or a call of a function that is an argument."""
         own_code = ("native_snippet", "custom_grad_func", "custom_replay_func")
-        if any(getattr(function, name, None) for function in self.functions for name in own_code):
+        if any(getattr(function, name, None) for function in self.analyses for name in own_code):
             return True
         return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)  # Warp >= 1.19
 
@@ -4545,48 +4542,51 @@ class _FunctionAnalysis:
     For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
     """
 
-    def __init__(self, function: Any, functions: Mapping[Any, _FunctionAnalysis]) -> None:
-        self.functions = functions  # of `_WarpSource`
+    def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
+        self.analyses = analyses  # of `_WarpSource`
         self.captured = _captured_variables(_py_func(function))
         self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
-        self.callees = {x: _called_function(x.func, self.captured) for x in self.nodes if isinstance(x, ast.Call)}
+        self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
         self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
         self.stores: list[_Store] = []
-        # The parameters to which each call may store, because the function is C++ code or takes references.
-        self.opaque_parameters: list[str] = []
+        # Each call of this function is a possible store to these parameters.  The analysis cannot read C++ code.  For a
+        # reference `p`, `p = 1.0` looks like an assignment to a local variable.
+        self.maybe_stored: list[str] = []
         is_cpp = getattr(function, "native_snippet", None)
         for name, warp_type in _parameter_types(function).items():
-            maybe_struct = not hasattr(warp_type, "ndim")
-            self.views[name] = {_View(name, ndim, maybe_struct) for ndim in _ndims(warp_type)}
-            if self.views[name] and (is_cpp or _is_reference(warp_type)):
-                self.opaque_parameters.append(name)
-            if is_cpp:
-                self.views[_RETURNED].add(_View(name, math.inf, maybe_struct=True))
+            if max_ndim := _max_ndim(warp_type):
+                self.views[name] = {_View(name, max_ndim, maybe_struct=not hasattr(warp_type, "ndim"))}
+                if is_cpp or _is_reference(warp_type):
+                    self.maybe_stored.append(name)
 
     # -- views --
+    # Warp 1.14 to 1.19 accepts the assignments `a = x`, `a, b = x, y` (variables only), `box.pos = x` and `x[i] = y`.
+    # It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is an integer.
 
     def find_views(self) -> int:
         """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
         for node in self.nodes:
             match node:
-                case ast.Assign(targets=[target], value=value):  # Warp rejects `a = b = x`
+                case ast.Assign(targets=[target], value=value):
                     self._assign(target, self._views_of(value))
                 case ast.Return(value=ast.expr() as value):
                     self.views[_RETURNED] |= self._views_of(value)
         return sum(map(len, self.views.values()))
 
     def _assign(self, target: ast.expr, views: set[_View]) -> None:
-        """Add views to the variables in a target."""
+        """Add views to the variables of a target."""
         match target:
             case ast.Name(id=name):
                 self.views[name] |= views
-            case ast.Tuple(elts=parts):
-                for part in parts:
-                    self._assign(part, views)  # whose ndim is unknown, see `_views_of`
-            case ast.Attribute(value=owner):  # a field of a struct
-                self._assign(owner, _with(views, maybe_struct=True))
-            case ast.Subscript(value=owner):  # an element of an array of structs
-                self._assign(owner, _with((view for view in views if view.maybe_struct), max_ndim=math.inf))
+            case ast.Tuple(elts=variables):
+                for variable in variables:
+                    self._assign(variable, views)
+            case ast.Attribute(value=struct):
+                self._assign(struct, _replace(views, maybe_struct=True))
+            case ast.Subscript(value=array):
+                # After `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  The index `i` removes no dimension of `y`, so the
+                # ndim is infinite.  Elements that are not structs have no views.
+                self._assign(array, _replace((view for view in views if view.maybe_struct), max_ndim=math.inf))
 
     def _views_of(self, node: ast.expr) -> set[_View]:
         """Return the views that the value of an expression may be."""
@@ -4595,14 +4595,14 @@ class _FunctionAnalysis:
                 return self.views[name]
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                n_removed = sum(map(self._removes_dimension, indices))
-                # A value without dimensions is a copy of an element: a number, vector or matrix.
+                n_lost = sum(map(self._removes_dimension, indices))
+                # A view without dimensions is an element: a number, vector, matrix or struct.
                 views = self._views_of(owner)
-                return {x._replace(max_ndim=x.max_ndim - n_removed) for x in views if x.max_ndim > n_removed}
+                return {view._replace(max_ndim=view.max_ndim - n_lost) for view in views if view.max_ndim > n_lost}
             case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
-                return {x for x in self._views_of(owner) if x.maybe_struct or name not in _ARRAY_METADATA}
+                return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
             case ast.Tuple(elts=parts):
-                return _with(self._views_of_any(parts), max_ndim=math.inf)  # the parts may have different ndims
+                return _replace(self._views_of_any(parts), max_ndim=math.inf)  # the parts may have different ndims
             case ast.IfExp(body=first, orelse=second):
                 return self._views_of_any([first, second])
             case ast.Call():
@@ -4614,31 +4614,31 @@ class _FunctionAnalysis:
         return _union(map(self._views_of, nodes))
 
     def _removes_dimension(self, index: ast.expr) -> bool:
-        """Return whether an index surely selects one element of a dimension, unlike a slice, None and `...`."""
-        if isinstance(index, ast.Constant):
-            return index.value not in (None, ...)
-        # If the function uses the builtin `slice`, any variable may be a slice.
-        return not isinstance(index, ast.Slice) and "slice" not in self.captured
+        """Return whether an index surely selects one element of a dimension, unlike a slice."""
+        # `slice` is in `captured` if the function names it.  Then any variable may be a slice.
+        return isinstance(index, ast.Constant) or not (isinstance(index, ast.Slice) or "slice" in self.captured)
 
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
-                for returned in self.functions[callee].views[_RETURNED]
+                for returned in self.analyses[callee].views[_RETURNED]
                 for view in self._views_of_argument(call, callee, returned.parameter)
             }
-        effect = _effect(callee)
-        if effect in (_Effect.READS, _Effect.STORES):
-            return set()
-        views = _with(self._views_of_any(_arguments(call)), maybe_struct=True)  # such as `Box(x, y)`
-        return views if effect is _Effect.RETURNS_ARGUMENT else _with(views, max_ndim=math.inf)
+        views = self._views_of_any(_arguments(call))
+        match _effect(callee):
+            case _Effect.RETURNS_ARGUMENT:
+                return _replace(views, maybe_struct=True)
+            case _Effect.RETURNS_VIEW:
+                return _replace(views, max_ndim=math.inf)
+        return set()
 
     def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
-        """Return the views through which a called function has access to arrays by a parameter."""
+        """Return the views of the caller that a parameter of the called function may be, or refer into."""
         arguments = _arguments_for(call, callee, parameter)
         views = self._views_of_any(arguments)
-        if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` gives access to `x`
+        if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` refers into `x`
             views |= _union(map(self._arrays_containing, arguments))
         return views
 
@@ -4658,8 +4658,7 @@ class _FunctionAnalysis:
     def _arrays_containing(self, target: ast.expr) -> set[_View]:
         """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
 
-        The target may be an element, such as `x[i]`, or a component of one, such as `x[i][0]` and `x[i].y`.  A variable
-        and a field of a struct lie in no array.
+        An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
         """
         match target:
             case ast.Subscript(value=owner):
@@ -4671,24 +4670,27 @@ class _FunctionAnalysis:
     def _find_stores_of_call(self, call: ast.Call, callee: Any) -> None:
         """Add the stores of the called function to the arguments of a call."""
         if _is_user_function(callee):
-            analysis = self.functions[callee]
-            for parameter in analysis.opaque_parameters:
-                self._add_store(self._views_of_argument(call, callee, parameter), call, may_only_read=True)
+            analysis = self.analyses[callee]
+            for parameter in analysis.maybe_stored:
+                self._add_store(self._views_of_argument(call, callee, parameter), call, _StoreKind.POSSIBLE)
             for store in list(analysis.stores):  # a copy, because the callee may be this function
                 views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(views, store.source, store.may_only_read)
+                self._add_store(views, store.node, store.kind)
             return
         effect = _effect(callee)
         if effect is _Effect.STORES:
             # With keywords only, any of them may be the first parameter.
             self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
         elif effect is _Effect.UNKNOWN:
-            self._add_store(self._views_of_any(_arguments(call)), call, may_only_read=True)
+            self._add_store(self._views_of_any(_arguments(call)), call, _StoreKind.POSSIBLE)
 
-    def _add_store(self, views: Iterable[_View], source: ast.AST, may_only_read: bool = False) -> None:
+    def _add_store(self, views: Iterable[_View], node: ast.AST, kind: _StoreKind = _StoreKind.EXACT) -> None:
         """Add a store to one of the arrays of these views."""
-        store = _Store(frozenset(view.parameter for view in views), source, may_only_read)
-        if store.parameters and store not in self.stores:
+        parameters = frozenset(view.parameter for view in views)
+        if kind is not _StoreKind.POSSIBLE:  # a store of a helper may become ambiguous, or exact as in `helper(x, x)`
+            kind = _StoreKind.AMBIGUOUS if len(parameters) > 1 else _StoreKind.EXACT
+        store = _Store(parameters, node, kind)
+        if parameters and store not in self.stores:
             self.stores.append(store)
 
 
@@ -4696,39 +4698,47 @@ class _FunctionAnalysis:
 
 
 class _Effect(enum.Enum):
-    """The effect of a call on array arguments, except of a user's function.  The values are names of builtins."""
+    """The effect of a call on its array arguments."""
 
-    READS = (  # or takes no arrays; such builtins are not listed
-        "len lower_bound print printf sample_cdf tile_load tile_load_indexed volume_sample_index "
-        "volume_sample_grad_index"
-    )
-    STORES = (  # to its first argument
-        "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor atomic_cas atomic_exch "
-        "tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed"
-    )
-    RETURNS_ARGUMENT = "copy select where"  # or a struct with it; `copy` of an array does not copy its elements
-    RETURNS_VIEW = "array view"  # of an argument, with any ndim
-    UNKNOWN = ""  # may store to all arguments, and return a view of any of them
+    READS = "only reads"
+    STORES = "stores to the first argument"
+    RETURNS_ARGUMENT = "returns an argument, or a struct with it, such as Box(x, y)"
+    RETURNS_VIEW = "returns a view of an argument, with any ndim"
+    UNKNOWN = "may store to all arguments"  # so it does not matter whether the result is a view of them
 
 
-_EFFECTS = {name: effect for effect in _Effect for name in effect.value.split()}
+# Warp's builtins with array parameters.  Those that are not listed have unknown effects.
+_BUILTINS = {
+    _Effect.READS: "len lower_bound print printf sample_cdf tile_load tile_load_indexed volume_sample_index "
+    "volume_sample_grad_index",
+    _Effect.STORES: "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor atomic_cas "
+    "atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",
+    _Effect.RETURNS_ARGUMENT: "copy select where",  # `copy` of an array does not copy its elements
+    _Effect.RETURNS_VIEW: "array view",
+}
+_EFFECTS = {name: effect for effect, names in _BUILTINS.items() for name in names.split()}
 
 
 def _effect(callee: Any) -> _Effect:
+    """Return the effect of a call of a value that is not a user's function, which `_FunctionAnalysis` covers."""
     if isinstance(callee, type):  # a vector or matrix type, which takes numbers
         return _Effect.READS
     if _is_warp_struct(callee):  # its constructor
         return _Effect.RETURNS_ARGUMENT
-    name = _builtin_name(callee)
-    if not name:
+    if not _is_warp_function(callee):  # for example, a function that is an argument
         return _Effect.UNKNOWN
     warp_types = [warp_type for overload in (callee, *callee.overloads) for warp_type in overload.input_types.values()]
     takes_arrays = any(warp_type is Any or hasattr(warp_type, "ndim") for warp_type in warp_types)
-    return _EFFECTS.get(name, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
+    return _EFFECTS.get(callee.key, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
+
+
+def _loaded_module(name: str) -> Any:
+    """Return a module of Warp, which its kernels have loaded.  An import statement takes four times as long."""
+    return sys.modules[name]
 
 
 def _is_warp_function(value: Any) -> bool:
-    return isinstance(value, sys.modules["warp._src.context"].Function)
+    return isinstance(value, _loaded_module("warp._src.context").Function)
 
 
 def _is_user_function(value: Any) -> bool:
@@ -4741,19 +4751,19 @@ def _builtin_name(value: Any) -> str:
 
 
 def _is_warp_struct(value: Any) -> bool:
-    return isinstance(value, sys.modules["warp._src.codegen"].Struct)  # the class of what `@wp.struct` returns
+    return isinstance(value, _loaded_module("warp._src.codegen").Struct)  # the class of what `@wp.struct` returns
 
 
-def _called_function(node: ast.expr, captured: Mapping[str, Any]) -> Any:
-    """Return the function to which the expression before the parentheses of a call refers, or None.
+def _callee(node: ast.expr, captured: Mapping[str, Any]) -> Any:
+    """Return the value to which the expression before the parentheses of a call refers, or None.
 
-    As in Warp, this is a Warp function or struct among the captured values, otherwise the builtin with this name.
+    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.
     """
     value = _captured_value(node, captured)
     if _is_warp_function(value) or _is_warp_struct(value):
         return value
     name = getattr(node, "attr", getattr(node, "id", ""))
-    return sys.modules["warp._src.context"].builtin_functions.get(name, value)
+    return _loaded_module("warp._src.context").builtin_functions.get(name, value)
 
 
 def _captured_value(node: ast.expr, captured: Mapping[str, Any]) -> Any:
@@ -4780,11 +4790,12 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
-    """Return the arguments of a call of a user's function that a parameter may get, without its default."""
-    # A starred argument has an unknown length.  Its items are not arrays: Warp rejects `*` with a tuple (<= 1.19).
+    """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
+    # After a `*`, the positions are unknown, so the parameter may get any argument.  The items of the `*` are numbers:
+    # Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
-    arguments = dict(zip(_parameter_types(function), call.args)) | {x.arg: x.value for x in call.keywords}
+    arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
     return [arguments[parameter]] if parameter in arguments else []
 
 
@@ -4797,42 +4808,42 @@ def _is_reference(warp_type: Any) -> bool:
     return type(warp_type).__name__ == "Reference"
 
 
-def _ndims(warp_type: Any) -> set[float]:
-    """Return the numbers of dimensions of the arrays in a value of this type, which may be a struct."""
+def _max_ndim(warp_type: Any) -> float:
+    """Return the largest ndim of the arrays in a value of this type, which may be a struct.  Without arrays, 0."""
     if _is_warp_struct(warp_type):
-        return _union(_ndims(field.type) for field in warp_type.vars.values())
+        return max((_max_ndim(field.type) for field in warp_type.vars.values()), default=0)
     if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
-        return set()
-    return {getattr(warp_type, "ndim", math.inf)}
+        return 0
+    return getattr(warp_type, "ndim", math.inf)
 
 
 # -- 8.3 Checks ----------------------------------------------------------------------------------------
 
 
-def _check_stores(
-    wrapper: _Wrapper, call: _CallParams, stores: Mapping[str, _Store], buffer_of: Mapping[str, int]
-) -> None:
+def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    `stores` is as in `_WarpSource`.  `buffer_of` is {array parameter: the index of its buffer}: first inputs, then
-    outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous stores has the
-    index of its copy, so it is not an input here.
+    The latter is only checked without `zero_outputs`.  `buffer_of` is {array parameter: the index of its buffer}: first
+    inputs, then outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous
+    stores has the index of its copy, so it is not an input here.
     """
     # An aliased input has the same memory as its output, so the kernel may store to it.
     read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
-    for name, store in stores.items():
+    for name, store in source.stores.items():
         if buffer_of.get(name) not in read_only:
             continue
-        source = f"`{ast.unparse(store.source):.80}`"
-        if not store.may_only_read:
-            raise _read_only_input_error(f"{wrapper.title} writes", [name], f" ({source})")
-        fix_if_read = (
-            f" If {source} only reads {name!r}, pass in_out_argnames=[{name!r}] all the same: put its spec first in "
-            "outs, and ignore the first result, `_, *results = f(...)`."
-        )
-        raise _read_only_input_error(f"{wrapper.title} may write", [name], f" ({source})", fix_if_read)
-    if wrapper.options.zero_outputs is None:  # True and False allow an output that is never stored to
-        stored = {buffer for name, buffer in buffer_of.items() if name in stores}
+        function = next(key for key, analysis in source.analyses.items() if store.node in analysis.nodes)
+        reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(function).__name__!r})"
+        verb, fix_if_read = "writes", ""
+        if store.kind is _StoreKind.POSSIBLE:
+            verb = "may write"
+            fix_if_read = (
+                f" List {name!r} even if the call only reads {name!r}. Then put the spec of {name!r} first in outs, "
+                "and ignore the first result: `_, *results = f(...)`."
+            )
+        raise _read_only_input_error(f"{wrapper.title} {verb}", [name], reason, fix_if_read)
+    if wrapper.options.zero_outputs is None:
+        stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
         _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, index="i")
 
 
@@ -6330,7 +6341,7 @@ class _WarpKernel(_Wrapper):
     def _inputs_to_copy(self, n_in: int) -> list[int]:
         """Return the inputs to which the kernel has only ambiguous stores (section 8)."""
         stores = _warp_source(self.kernel).stores
-        ambiguous = {name for name, store in stores.items() if store.is_ambiguous}
+        ambiguous = {name for name, store in stores.items() if store.kind is _StoreKind.AMBIGUOUS}
         return [i for i, name in enumerate(self.parameters[:n_in]) if name in ambiguous]
 
     def _find_target(self, call: _CallParams) -> _Target:
@@ -6363,7 +6374,7 @@ class _WarpKernel(_Wrapper):
             self.warp_params[name].check_array(spec, role)
         # {parameter: index of its last buffer}: the output of an in-out argument, and the copy of an input.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
-        _check_stores(self, call, _warp_source(self.kernel).stores, buffer_of)
+        _check_stores(self, call, _warp_source(self.kernel), buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
         return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
 
@@ -6498,7 +6509,7 @@ class _WarpKernel(_Wrapper):
         source = _warp_source(self.kernel)
         # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them, so
         # each array with a store counts as overwritten.
-        maybe_stored = names if source.has_opaque_code else source.stores
+        maybe_stored = names if source.has_unanalyzed_code else source.stores
         # The specs of the arrays by (parameter, field), as in `_WarpArray`.
         data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
         cotangents = {(names[len(args) + j], "grad"): outs[j] for j in _float_indices(outs)}
@@ -6737,7 +6748,7 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
     # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
     # arrays, whose pointers the handler would not replace.
-    is_struct_value = _is_warp_struct(element) and not _ndims(warp_type)
+    is_struct_value = _is_warp_struct(element) and not _max_ndim(warp_type)
     if dtype is None and not is_struct_value:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
@@ -6947,7 +6958,7 @@ class _WarpTarget(_Target):
         if gradients:
             self._check_has_adjoint()
             # Warp expects a gradient for each parameter.  That of a value is zero and not used.
-            adjoint_inputs = [gradients.get(name) if _ndims(t) else t() for name, t in warp_types.items()]
+            adjoint_inputs = [gradients.get(name) if _max_ndim(t) else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
             command = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
@@ -7160,7 +7171,7 @@ def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
 
 def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
-    if _warp_source(kernel).has_opaque_code or kernel.adj.transformers:
+    if _warp_source(kernel).has_unanalyzed_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
@@ -7367,7 +7378,7 @@ class _GradientCheck:
         return name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and call not in self.unused_results)
 
     def builtin_name(self, call: ast.Call) -> str:
-        return _builtin_name(_called_function(call.func, self.constants))
+        return _builtin_name(_callee(call.func, self.constants))
 
     def is_active(self, node: ast.AST) -> bool:
         return not self.active.isdisjoint(_operand_names(node))
@@ -7408,7 +7419,7 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
     _WARNED_KERNELS.add(kernel)
     is_int = sys.modules["warp"].types.type_is_int
     problems: dict[str, str] = {}
-    for function in _warp_source(kernel).functions:
+    for function in _warp_source(kernel).analyses:
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
             active = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
         problems |= _GradientCheck(function, active, _warp_options(kernel)["max_unroll"]).problems
