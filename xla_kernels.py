@@ -1155,8 +1155,8 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     """
     if specs is None:
         raise TypeError(
-            f"{subject} is missing. Declare the outputs, for example outs=lambda x: x. For a kernel without outputs, "
-            "pass outs=() and has_side_effect=True."
+            f"{subject} is missing. Declare the outputs, for example outs=lambda x: x. A wrapper without outputs "
+            "needs outs=() and has_side_effect=True."
         )
     leaves, structure = _flatten_specs(specs)
     normalized = []
@@ -7453,7 +7453,7 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
 #
 #     outs            the user's argument: a pytree of specs, or a function that returns one
 #     declared_outs   the pytree of specs
-#     out_specs       its leaves, as `ShapeDtypeStruct`s, for one slice
+#     out_specs       its leaves, as `ShapeDtypeStruct`s, for one slice: the parameter `outs` of generators and rules
 #
 # Besides the parts of JAX that are listed in section 1, this section relies on these details:
 # - The message of the error for a missing batching rule begins with "Batching rule for".
@@ -7461,8 +7461,8 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
 # - The class of an ordered effect has "Ordered" in its name.
 #
 # The public names, such as `kg` (kernel generator), `asdefault` and `def_jvp_rule2`, are those of BrainEvent, a library
-# that uses this class.  Only BrainEvent needs the methods at the end of the class, `bind` and `transpose` of
-# `_OpPrimitive` with other parameters than an `_OpCall`, and rules that return an undefined primal for a zero.
+# that uses this class.  Only BrainEvent needs the methods at the end of the class, and rules that return an undefined
+# primal for a zero.
 
 # -- 11.1 The op: registration, dispatch, rules --------------------------------------------------------
 
@@ -7489,7 +7489,7 @@ class XLACustomKernel(_PickledByReference):
       outs: a `jax.ShapeDtypeStruct` (or any object with `.shape` and `.dtype`), a pytree of these, or a function of the
         operands' abstract values that returns one of these.  It describes the outputs.  If it contains a dict, the
         kernel must return a dict with the same keys, because JAX sorts outputs by key.  Decorated kernels return no
-        dict.  Declare a NamedTuple for them.
+        dicts.  For them, declare a tuple, or a NamedTuple such as `Range(low=spec, high=spec)`.
       backend: str or None.  A registered backend.  Default None: the default backend of the platform.
       params: hashable static parameters, which generators and rules receive.  They are compared with `==`, except that
         values of different types differ, such as 1, 1.0 and True.
@@ -7537,13 +7537,21 @@ class XLACustomKernel(_PickledByReference):
             declared_outs = _call_with_specs(outs, self.title, "outs", avals)
         key = (_outs_key(declared_outs), backend, _StaticParams(params) if params else None)
         try:
-            op_call = self._op_calls[key]
-        except (KeyError, TypeError):  # the key is new, or not hashable
+            op_call = self._op_calls.get(key)
+        except TypeError:  # a parameter or a shape in outs is not hashable
+            op_call = None
+        if op_call is None:
             _check_hashable(self.title, params)
-            op_call = self.primitive.make_op_call(declared_outs, backend, **params)
-            with contextlib.suppress(TypeError):  # the key is not hashable if a shape in outs contains arrays
-                op_call = self._op_calls.keep(key, op_call)  # or an equal one, from another thread
+            op_call = self._create_op_call(declared_outs, backend, **params)
+            with contextlib.suppress(TypeError):  # raised if a shape in outs contains arrays
+                op_call = self._op_calls.keep(key, op_call)  # if another thread has stored an equal call: this one
         return op_call.apply(*ins) if has_tracers else op_call.jitted(*ins)
+
+    def _create_op_call(self, /, outs: Any = (), backend: str | None = None, **params: Any) -> _OpCall:
+        """Return the `_OpCall` for declared outs, and record that the op was called, see `_set_rules`."""
+        self._was_called = True
+        out_specs, out_tree = _normalize_specs(outs, f"{self.title}: outs")  # dtypes: see `with_dtypes_for`
+        return _OpCall(self, tuple(out_specs), out_tree, backend, _StaticParams(params))
 
     def __repr__(self) -> str:
         return f"<{self.title}: {self._registered_text()}>"
@@ -7576,8 +7584,8 @@ class XLACustomKernel(_PickledByReference):
           `kg`, or a decorator if `kg` is None.  The shorthands return the same.
 
         Raises:
-          TypeError: if an option is unknown, if there are options for a generator, or if a shorthand gets a decorated
-            kernel of another backend.
+          TypeError: if an option is unknown or has no effect in an op, if there are options for a generator, or if a
+            shorthand gets a decorated kernel of another backend.
           ValueError: if `platform` is a variant of one of JAX's names, such as `"cuda12"`.
 
         Example:
@@ -7664,6 +7672,14 @@ class XLACustomKernel(_PickledByReference):
         """
         return self._register_kernel("pallas", [platform], asdefault, {}, kg)
 
+    def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`."""
+        return self._register_kernel("triton", ["gpu"], asdefault, {}, kg)
+
+    def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
+        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`."""
+        return self._register_kernel("cuda_raw", ["gpu"], asdefault, {}, kg)
+
     def _register_kernel(
         self, backend: str, platforms: list[str], asdefault: bool, options: dict, kg: Any, is_shorthand: bool = True
     ) -> Any:
@@ -7681,9 +7697,9 @@ class XLACustomKernel(_PickledByReference):
                 f"{self.title}: def_{backend}_kernel takes kernels of its own backend. Got {kg!r}. "
                 f"Register it with op.def_{decorated_backend}_kernel(kernel)."
             )
-        generator = _as_generator(self.title, backend, kg, options)
-        main_platform, *fallback_platforms = map(self._normalize_platform, platforms)
-        for platform in (main_platform, *fallback_platforms):
+        generator = _as_generator(self.title, backend, kg, decorated_backend, options)
+        main_platform = self._normalize_platform(platforms[0])
+        for platform in map(self._normalize_platform, platforms):
             entries = self._entries.setdefault(platform, {})
             is_fallback = platform != main_platform
             if is_fallback and backend in entries and not entries[backend].fallback:
@@ -7701,10 +7717,10 @@ class XLACustomKernel(_PickledByReference):
         such as "metal", are accepted, because plugins add platforms.
         """
         match = re.fullmatch(r"(?i)(cpu|gpu|tpu|cuda|rocm)s?[\W\d]*", platform)
-        if match and platform != match[1].lower():
-            name = _platform_name(match[1].lower())
+        if match and platform != (name := match[1].lower()):
             raise ValueError(
-                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. Write {name!r}."
+                f"{self.title}: a platform is 'cpu', 'gpu' ('cuda', 'rocm') or 'tpu'. Got {platform!r}. Write "
+                f"{_platform_name(name)!r}."
             )
         return _platform_name(platform)
 
@@ -7784,7 +7800,7 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.vmap(lambda x: op(x, outs=x))(np.zeros(2, np.float32)))
           [1. 1.]
         """
-        self._set_rules(batching=_with_checked_signature(fun, f"{self.title}: the batching rule"))
+        self._set_rules(batching=_adapt_user_function(fun, f"{self.title}: the batching rule"))
         return fun
 
     def def_jvp_rule(self, fun: Callable) -> Callable:
@@ -7809,7 +7825,7 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=x))(3.0))
           6.0
         """
-        checked = _with_checked_signature(fun, f"{self.title}: the JVP rule")
+        checked = _adapt_user_function(fun, f"{self.title}: the JVP rule")
         self._set_rules(jvp=functools.partial(_apply_jvp_rule, checked), vjp=None)
         return fun
 
@@ -7824,7 +7840,7 @@ class XLACustomKernel(_PickledByReference):
           jvp_rules: a function or None for each operand, see `defjvp`.
         """
         subject = f"{self.title}: the JVP rule for operand"
-        rules = [rule and _with_checked_signature(rule, f"{subject} {i}") for i, rule in enumerate(jvp_rules)]
+        rules = [rule and _adapt_user_function(rule, f"{subject} {i}") for i, rule in enumerate(jvp_rules)]
         self._set_rules(jvp=functools.partial(_apply_jvp_rule2, rules), vjp=None)
 
     def def_transpose_rule(self, fun: Callable) -> Callable:
@@ -7846,7 +7862,7 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=x, factor=3.0))(1.0))
           3.0
         """
-        self._set_rules(transpose=_with_checked_signature(fun, f"{self.title}: the transpose rule"))
+        self._set_rules(transpose=_adapt_user_function(fun, f"{self.title}: the transpose rule"))
         return fun
 
     def def_vjp_rule(self, fwd: Callable, bwd: Callable) -> None:
@@ -7859,9 +7875,9 @@ class XLACustomKernel(_PickledByReference):
         A JVP rule and a VJP rule replace each other.
 
         Args:
-          fwd: a function.  Its outputs are usually those of the op.  `params` is described in `def_jvp_rule`.  The
-            parameter `outs` is a flat tuple of specs, such as `(spec,)` after a call with `outs=spec`.  The outputs and
-            cotangents have the structure of the argument of the call: here, they are arrays, not tuples.
+          fwd: a function.  Its outputs are usually those of the op.  `params` is described in `def_jvp_rule`.  After a
+            call with `outs=spec`, the parameter `outs` of the rule is `(spec,)`, but the outputs and the cotangents are
+            single arrays.
           bwd: a function.  It returns a cotangent for each operand, or None for zero.
 
         Example:
@@ -7871,8 +7887,8 @@ class XLACustomKernel(_PickledByReference):
           >>> print(jax.grad(lambda x: op(x, outs=lambda x: x))(3.0))
           6.0
         """
-        fwd = _with_checked_signature(fwd, f"{self.title}: fwd of the VJP rule")
-        bwd = _with_checked_signature(bwd, f"{self.title}: bwd of the VJP rule")
+        fwd = _adapt_user_function(fwd, f"{self.title}: fwd of the VJP rule")
+        bwd = _adapt_user_function(bwd, f"{self.title}: bwd of the VJP rule")
         self._set_rules(vjp=(fwd, bwd), jvp=None)
 
     # -- registration after a call ---------------------------------------------------------------------
@@ -7957,14 +7973,6 @@ class XLACustomKernel(_PickledByReference):
         """Remove the batching rule, so that the kernel of the backend is batched again."""
         self._set_rules(batching=None)
 
-    def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`."""
-        return self._register_kernel("triton", ["gpu"], asdefault, {}, kg)
-
-    def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`."""
-        return self._register_kernel("cuda_raw", ["gpu"], asdefault, {}, kg)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
@@ -8006,7 +8014,7 @@ def _outs_key(declared_outs: Any) -> tuple:
     if type(declared_outs) in (list, tuple):  # `jax.tree.flatten` takes 4 us, which is a quarter of an eager call
         return (type(declared_outs), *map(_outs_key, declared_outs))
     leaves, tree = _flatten_specs(declared_outs)
-    # A leaf that is not a spec is a mistake of the user.  `make_op_call` rejects it.
+    # A leaf that is not a spec is a mistake of the user.  `_normalize_specs` rejects it.
     return (tree, *[(x.shape, x.dtype) if _has_shape_and_dtype(x) else x for x in leaves])
 
 
@@ -8053,7 +8061,7 @@ def _check_hashable(title: str, params: dict[str, Any]) -> None:
 
 
 def _trace_context() -> tuple:
-    """Return the settings of JAX on which a trace depends, for the keys of caches: the current mesh, and x64."""
+    """Return the current mesh, and whether x64 is enabled, for keys of caches: types of new arrays depend on them."""
     return jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
 
 
@@ -8101,21 +8109,21 @@ class _OpCall:
         """Return this call with the dtypes of its outputs for these operands.
 
         If x64 is disabled, a declared float64 becomes float32, with a warning, unless an operand is float64.  This is
-        done for each trace, and not by `make_op_call`, because calls with and without x64 share an `_OpCall`.
+        done for each trace, and not when the `_OpCall` is created, because calls with and without x64 share one.
         """
         out_specs, _ = _normalize_specs(self.out_specs, f"{self.op.title}: outs", _input_specs(ins))
         return dataclasses.replace(self, out_specs=tuple(out_specs))
 
     def check_kernel(self, ins: Sequence) -> None:
-        """On a machine with only CPUs, trace the kernel, so that its errors are raised at the user's call.
+        """If JAX's default is the CPU, trace the kernel for CPUs, so that its errors are raised at the user's call.
 
-        Otherwise the lowering, which comes later, reports them.
+        Otherwise the call may be for the CPU or for the default platform, and the lowering reports the errors.
         """
-        if jax.default_backend() != "cpu" or _default_platform() != "cpu":
-            # Another platform exists, or is selected by `jax_default_device`, so the program may be for either one.
-            return
+        is_cpu_default = jax.default_backend() == _default_platform() == "cpu"
         entry = self.op._find_entry("cpu", self.backend)
-        if entry:
+        if (
+            is_cpu_default and entry
+        ):  # without an entry, the lowering raises an error, unless it is for another platform
             _check_kernel_once(self, entry, tuple(map(jax.typeof, ins)), _trace_context())
 
     def bind(self, *ins: Any) -> list:
@@ -8139,7 +8147,8 @@ def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, avals: tuple, trace
 class _OpPrimitive(Primitive):
     """The primitive of an op.  Its only parameter is `_op_call`.
 
-    A caller of `bind` and `transpose` may pass the other arguments of `make_op_call` instead.
+    BrainEvent binds the primitive directly, and calls its transpose rule from `ad.primitive_transposes`.  It passes
+    `outs`, `backend` and static parameters, so these two methods accept them instead of `_op_call`.
     """
 
     multiple_results = True
@@ -8147,7 +8156,7 @@ class _OpPrimitive(Primitive):
     def __init__(self, op: XLACustomKernel) -> None:
         super().__init__(op.name)
         self.op = op
-        _define_impl(self, "_op_call")  # the primitive's only parameter
+        _define_impl(self, "_op_call")  # for calls outside of `jax.jit`, which compile once per `_op_call`
         self.def_abstract_eval(_op_abstract_eval)
         ad.primitive_jvps[self] = _op_jvp
         ad.primitive_transposes[self] = self.transpose
@@ -8156,45 +8165,43 @@ class _OpPrimitive(Primitive):
             # Each platform has a function object of its own.  Otherwise JAX would lower a call once for all of them.
             mlir.register_lowering(self, functools.partial(_op_lowering), platform=platform)
 
-    def make_op_call(
-        self, /, outs: Any = (), backend: str | None = None, _op_call: _OpCall | None = None, **params: Any
-    ) -> _OpCall:
-        """Return `_op_call`.  If it is None, create it from the declared outs, backend and static parameters.
+    def bind(self, /, *args: Any, _op_call: _OpCall | None = None, **call_params: Any) -> list:
+        _op_call = _op_call or self.op._create_op_call(**call_params)
+        varying = _make_varying(args)  # inside `shard_map`, the outputs vary over the mesh axes of all operands
+        return super().bind(*varying, _op_call=_op_call)
 
-        This also records that the op was called, see `_set_rules`.
-        """
-        if _op_call:
-            return _op_call
-        self.op._was_called = True
-        out_specs, out_tree = _normalize_specs(outs, f"{self.op.title}: outs")  # dtypes: see `with_dtypes_for`
-        return _OpCall(self.op, tuple(out_specs), out_tree, backend, _StaticParams(params))
-
-    def bind(self, /, *args: Any, **params: Any) -> Any:
-        return super().bind(*_make_varying(args), _op_call=self.make_op_call(**params))
-
-    def transpose(self, /, cts: Sequence, *operands: Any, **params: Any) -> list:
-        return _op_transpose(cts, *operands, _op_call=self.make_op_call(**params))
+    def transpose(self, /, cts: Sequence, *operands: Any, _op_call: _OpCall | None = None, **call_params: Any) -> list:
+        _op_call = _op_call or self.op._create_op_call(**call_params)
+        return _op_transpose(cts, *operands, _op_call=_op_call)
 
 
 def _op_abstract_eval(*avals: Any, _op_call: _OpCall) -> list:
-    """Return the abstract values of the outputs.  Their batch dimensions are sharded like those of the operands.
+    """Return the abstract values of the outputs.
 
-    For example, if x has the type float32[8@a,4@b,3], two vmaps batch it, and only the inner one batches w, of type
-    float32[4,3], then an output has the type float32[8@a,4@b,3].
+    Their batch dimensions are sharded like those of the operands.  Their other dimensions are not sharded.  For
+    example, two vmaps batch x, and only the inner one batches w:
+
+        x: float32[8@a,4@b,3]   in_axes (0, 0)      mesh axes ["a", "b"]
+        w: float32[4@b,3]       in_axes (None, 0)   mesh axes [None, "b"]
+        an output: float32[8@a,4@b,3]               mesh axes ["a", "b"], for each vmap the first that is not None
     """
-    # The first dimensions of an operand belong to the vmaps that batch it, the outermost first.  So each vmap takes the
-    # next item of the PartitionSpec of each operand that it batches.
-    remaining_partitions = [iter(aval.sharding.spec) for aval in avals]
-    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
-    for in_axes in _op_call.in_axes_per_vmap:
-        operand_axes.append([next(x) for x, axis in zip(remaining_partitions, in_axes) if axis == 0])
-    partition = _batch_partition(operand_axes)
+    in_axes_per_operand = zip(*_op_call.in_axes_per_vmap)  # without vmaps, this is empty
+    mesh_axes_per_operand = map(_batch_mesh_axes, avals, in_axes_per_operand)
+    partition = _batch_partition(zip(*mesh_axes_per_operand))  # `zip` gives the mesh axes of all operands per vmap
+    # `_out_aval` takes the mesh, and the manual axes over which an output varies, from `avals`.
     return [_out_aval(out.shape, out.dtype, avals, partition) for out in _op_call.batched_out_specs]
+
+
+def _batch_mesh_axes(aval: Any, in_axes: tuple) -> list:
+    """For each vmap, return the mesh axis over which an operand is sharded in the dimension of this vmap, or None."""
+    # The dimension of vmap i has the index `in_axes[:i].count(0)`: outer vmaps that batch the operand have one each.
+    return [None if axis is None else aval.sharding.spec[in_axes[:i].count(0)] for i, axis in enumerate(in_axes)]
 
 
 def _op_lowering(ctx: Any, *ins: Any, _op_call: _OpCall) -> Any:
     """Lower the kernel of the backend for the platform that JAX compiles for."""
-    # There is only one platform, because each platform has a lowering rule of its own.
+    # The first platform stands for all.  There are several only if one rule serves them: cuda and rocm, which have the
+    # same kernels, or the platforms of plugins, of which a process usually has one.
     platform = _platform_name(_lowering_platforms(ctx)[0])
     entry = _op_call.op._select_entry(platform, _op_call.backend)
     _op_call.op._lowered[platform, _op_call.backend] = entry
@@ -8339,7 +8346,7 @@ def _check_lowerable(title: str, closed_jaxpr: Any) -> None:
 
 def _run_batching_rule(op_call: _OpCall, vmap: _RecordedVmap, *ins: Any) -> list:
     """Return the outputs of the user's batching rule, with the batch axis in front."""
-    subject = f"The batching rule of {op_call.op.name!r}"
+    subject = f"{op_call.op.title}: the batching rule"
     returned = vmap.batching_rule(ins, vmap.in_axes, **op_call.rule_params)
     outputs, axes = _checked_pair(subject, returned, "outputs, axes")
     if not isinstance(outputs, (list, tuple)):
@@ -8388,7 +8395,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
                 f"general_batching_rule needs outs of {primitive.op.title}, as specs of one batch element. Got "
                 f"{outs!r}. Pass outs=jax.ShapeDtypeStruct(shape, dtype)."
             )
-        op_call = primitive.make_op_call(**params)
+        op_call = primitive.op._create_op_call(**params)
         outputs = op_call.out_tree.unflatten(op_call.under_vmap(vmap).bind(*ins))
     else:
         function = functools.partial(prim.bind if isinstance(prim, Primitive) else prim, **params)
@@ -8399,44 +8406,41 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
 # -- 11.5 Kernels: from a registered kernel to the outputs of one slice --------------------------------
 
 
-def _as_generator(title: str, backend: str, kg: Any, options: dict) -> Callable:
+def _as_generator(title: str, backend: str, kg: Any, decorated_backend: str | None, options: dict) -> Callable:
     """Return a generator: the user's own, or one that returns a decorated kernel or wrapper."""
-    subject = f"the kernel of backend {backend!r} of {title}"
-    _check_kernel_options(subject, kg, options)
-    if _decorated_backend(kg) or isinstance(kg, _Wrapper):
+    _check_kernel_options(f"{title}: the kernel of backend {backend!r}", kg, decorated_backend, options)
+    if decorated_backend or isinstance(kg, _Wrapper):
         return functools.partial(_generate_fixed_kernel, kg)
-    if not callable(kg):
-        raise TypeError(
-            "A kernel must be a decorated kernel, a wrapper, or a generator (a function that returns a kernel). Got "
-            f"the {type(kg).__name__} {kg!r} for {subject}. Pass a function."
-        )
     advice = f" A plain function is a generator, which returns the kernel. {_kernel_advice(backend)}"
-    return _with_checked_signature(kg, f"{title}: the generator of backend {backend!r}", advice)
+    return _adapt_user_function(kg, f"{title}: the generator of backend {backend!r}", advice)
 
 
-def _check_kernel_options(subject: str, kg: Any, options: dict) -> None:
+_OPTIONS_WITHOUT_EFFECT = {  # {option of a wrapper that an op cannot use: why, and the fix}
+    "outs": "The calls of an op declare its outputs. Pass outs to the call: op(x, outs=...).",
+    "has_side_effect": "JAX drops a call of an op if its outputs are unused. Call the wrapper itself instead of an op.",
+    "differentiable": "The rules of an op define its derivatives. For f = warp_kernel(..., differentiable=True), write "
+    "op.def_vjp_rule(lambda *ins: jax.vjp(f, *ins), lambda vjp, ct: vjp(ct)).",
+}
+
+
+def _check_kernel_options(subject: str, kg: Any, decorated_backend: str | None, options: dict) -> None:
     """Raise if the options of a registration are not those of the wrapper of the kernel."""
     if not options:
         return
-    if "outs" in options:
-        raise TypeError(
-            f"The outputs of an op are declared by its calls, not by its kernels. Got outs={options['outs']!r:.80} for "
-            f"{subject}. Pass outs to the call: op(x, outs=...)."
-        )
-    decorated_backend = _decorated_backend(kg)
+    for name, advice in _OPTIONS_WITHOUT_EFFECT.items():
+        if options.get(name, False) is not False:
+            raise TypeError(f"{subject} cannot have the option {name}. Got {options[name]!r:.80}. {advice}")
     if decorated_backend is None:
         raise TypeError(
-            f"Only a decorated kernel takes options. Got {', '.join(options)} with {kg!r} for {subject}. Decorate the "
-            "kernel, or let the generator return a wrapper with options: numba_kernel(kernel, outs=outs[0], ...)."
+            f"{subject} takes no options, because it is not a decorated kernel. Got {', '.join(options)} with {kg!r}. "
+            "Decorate the kernel, or pass the options to a wrapper: numba_kernel(kernel, outs, ...)."
         )
     wrap = _BACKENDS[decorated_backend].wrap
     try:
-        outs = ()  # any value, because only the names of options are checked
-        inspect.signature(wrap).bind(kg, outs, **options)
+        inspect.signature(wrap).bind(kg, (), **options)  # () for `outs`, because only the names of options are checked
     except TypeError as error:
         raise TypeError(
-            f"The options of a decorated kernel are those of {wrap.__name__}. For {subject}: {error}. Remove this "
-            "option, or correct its name."
+            f"{subject} takes the options of {wrap.__name__}: {error}. Remove this option, or correct its name."
         ) from None
 
 
@@ -8451,29 +8455,42 @@ def _generate_fixed_kernel(kernel: Any, /, outs: tuple, **params: Any) -> Any:
     return kernel
 
 
-def _with_checked_signature(fun: Callable, subject: str, advice: str = "") -> Callable:
-    """Return a function that calls a user's function, such as a rule or generator.
+def _adapt_user_function(fun: Callable, subject: str, advice: str = "") -> Callable:
+    """Return a rule or generator of the user that ignores the arguments `outs` and `backend` if it does not take them.
 
-    It drops the arguments `outs` and `backend` if `fun` does not accept them.  If other arguments do not fit the
-    signature, it raises an error that says so and ends with `advice`.
+    `advice` is for the end of errors about its signature, after a space.
     """
     if not callable(fun):
-        raise TypeError(f"{subject} must be a function. Got {fun!r}. Pass a function.")
-    signature = inspect.signature(fun)
-    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    unaccepted = set() if accepts_all else {"outs", "backend"} - signature.parameters.keys()
+        raise TypeError(f"{subject} must be a function. Got {fun!r}. Pass a function.{advice}")
+    parameters = inspect.signature(fun).parameters
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    ignored = set() if accepts_all else {"outs", "backend"} - parameters.keys()
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **params: Any) -> Any:
-        for name in unaccepted & params.keys():
+    def adapted(*args: Any, **params: Any) -> Any:
+        for name in ignored & params.keys():
             del params[name]
-        try:
-            return fun(*args, **params)
-        except TypeError:
-            _check_call_signature(signature, subject, args, params, advice)
-            raise
+        return _call_or_explain(fun, subject, advice, *args, **params)
 
-    return wrapped
+    return adapted
+
+
+def _call_or_explain(fun: Callable, subject: str, advice: str, /, *args: Any, **params: Any) -> Any:
+    """Call a user's function.  If the arguments do not fit its signature, the error says so, and ends with `advice`."""
+    try:
+        return fun(*args, **params)
+    except TypeError:  # raised by the call, or in the body of `fun`
+        _check_call_signature(inspect.signature(fun), subject, args, params, advice)
+        raise
+
+
+def _call_generated_function(function: Callable, subject: str, backend: str, ins: Sequence) -> Any:
+    """Call the function of a generator.  If it may be a `kernel(x, out)` without its decorator, errors say so."""
+    # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
+    is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
+    if is_plain_function and backend in _BACKENDS:
+        return _call_or_explain(function, subject, f" {_kernel_advice(backend)}", *ins)
+    return function(*ins)
 
 
 def _kernel_advice(backend: str) -> str:
@@ -8491,12 +8508,7 @@ def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> lis
     outs = tuple([Spec(out.shape, out.dtype, **varying) for out in op_call.out_specs])
     try:
         function = _generated_function(entry, outs, op_call.params, _trace_context())
-        # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
-        is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-        if is_plain_function and entry.backend in _BACKENDS:
-            # It may be a kernel(x, out) without its decorator, which takes more parameters than the inputs.
-            function = _with_checked_signature(function, subject, f" {_kernel_advice(entry.backend)}")
-        returned = function(*ins)
+        returned = _call_generated_function(function, subject, entry.backend, ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
         advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
@@ -8525,10 +8537,7 @@ def _generated_function(
             f"{_kernel_advice(entry.backend)}"
         )
     if isinstance(function, _Wrapper) and function.options.has_side_effect:
-        raise TypeError(
-            "An op has no side effects, because JAX drops a call with unused outputs. The kernel has "
-            f"has_side_effect=True. Call {function!r} itself instead of the op."
-        )
+        raise TypeError(f"{function!r} cannot have side effects here. {_OPTIONS_WITHOUT_EFFECT['has_side_effect']}")
     return function
 
 
@@ -8536,7 +8545,9 @@ def _generated_function(
 def _evaluation_during_trace() -> Iterator[None]:
     """Let JAX evaluate operations at once, although it traces a function.  Other traces can then use the results.
 
-    JAX evaluates nothing under the manual mesh axes of `shard_map`, so these look automatic in this context.
+    Inside `shard_map` over explicit axes, `jnp.ones` would get a manual sharding, which no array outside of a trace can
+    have (an AssertionError in jax 0.9 to 0.12).  So manual axes look automatic here.  This is safe, because a generator
+    gets only static arguments, and computes the same on each device.  `jax.lax.axis_index` raises an error here.
     """
     mesh = jax.sharding.get_abstract_mesh()
     without_manual = mesh.update_axis_types(dict.fromkeys(mesh.manual_axes, jax.sharding.AxisType.Auto))
@@ -8546,14 +8557,14 @@ def _evaluation_during_trace() -> Iterator[None]:
 
 # -- 11.6 Derivatives: rules for one slice -------------------------------------------------------------
 # The user's JVP and transpose rules are for one slice.  If JAX applies them to a call with recorded vmaps, these vmaps
-# are applied to the rule.  In the example of 11.4, each array that a rule takes or returns has the shape [3]:
+# are applied to the rule.  In the example of 11.4, a rule takes and returns arrays of shape [3]:
 #
 #     the JVP rule takes           x, w, and their tangents (in_axes 0, None, 0, None)
 #     the JVP rule returns         out, and its tangent
 #     the transpose rule takes     out's cotangent, x and w (in_axes 0, 0, None)
 #     the transpose rule returns   the cotangents of x and w
 #
-# Under the vmap, each slice contributes a cotangent of w, so it has the shape [8,3].  `_op_transpose` adds these up.
+# Outside of the vmap, the cotangent of w has the shape [8,3], one for each slice.  `_op_transpose` adds these up.
 
 
 def _op_jvp(primals: Sequence, tangents: Sequence, *, _op_call: _OpCall) -> tuple:
@@ -8573,12 +8584,14 @@ def _op_jvp(primals: Sequence, tangents: Sequence, *, _op_call: _OpCall) -> tupl
 
     in_axes_per_vmap = [(*in_axes, *in_axes) for in_axes in _op_call.in_axes_per_vmap]  # the tangents are batched alike
     outputs, tangents_out = _replay_vmaps(jvp_of_slice, in_axes_per_vmap, [*primals, *tangents])
-    return outputs, _with_zero_tangents(outputs, tangents_out)
+    # A rule returns None or a symbolic zero for zero.  Under vmaps, the symbolic zero has the shape of a slice.
+    zero_types = (ad.Zero, type(None))
+    return outputs, [_zero_tangent(x) if type(t) in zero_types else t for x, t in zip(outputs, tangents_out)]
 
 
 def _apply_jvp_rule(rule: Callable, op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
     """Return the outputs of one slice, and their tangents.  `rule` is the argument of `def_jvp_rule`."""
-    subject = f"The JVP rule of {op_call.op.name!r}"
+    subject = f"{op_call.op.title}: the JVP rule"
     returned = rule(primals, tangents, **op_call.rule_params)
     outputs, tangents_out = _checked_pair(subject, returned, "outputs, tangents")
     outputs = _checked_arrays(subject, jax.tree.leaves(outputs), "outs declares", op_call.out_specs)
@@ -8588,34 +8601,27 @@ def _apply_jvp_rule(rule: Callable, op_call: _OpCall, primals: Sequence, tangent
 def _apply_jvp_rule2(rules: Sequence, op_call: _OpCall, primals: Sequence, tangents: Sequence) -> tuple:
     """Return the outputs of one slice, and their tangents.  `rules` are the arguments of `def_jvp_rule2`."""
     outputs = op_call.bind(*primals)
-    return outputs, _sum_jvp_terms(op_call.op.name, rules, primals, tangents, outputs, op_call.rule_params)
+    return outputs, _sum_jvp_terms(op_call.op.title, rules, primals, tangents, outputs, op_call.rule_params)
 
 
 def _sum_jvp_terms(
-    name: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
+    title: str, rules: Sequence, primals: Sequence, tangents: Sequence, outputs: Sequence, params: dict
 ) -> list:
-    """Return the sum of the output tangents of the rules, which are one for each operand.  None means zero."""
+    """Return the sum of the output tangents of the rules, which are one for each operand."""
     if len(rules) != len(primals):
         raise ValueError(
-            f"Each operand needs a JVP rule, or None. {name!r} has {len(rules)} JVP rules for {len(primals)} operands. "
+            f"{title}: each operand needs a JVP rule, or None. Got {len(rules)} JVP rules for {len(primals)} operands. "
             f"Pass {len(primals)} rules to def_jvp_rule2 or defjvp."
         )
     avals = list(map(jax.typeof, outputs))
-    totals: list = [None] * len(outputs)
+    totals = list(map(_zero_tangent, outputs))
     for i, (rule, tangent) in enumerate(zip(rules, tangents)):
         if rule is None or type(tangent) is ad.Zero:
             continue
-        subject = f"The JVP rule of {name!r} for operand {i}"
+        subject = f"{title}: the JVP rule for operand {i}"
         terms = _checked_tangents(subject, rule(tangent, *primals, **params), "the outputs are", avals)
-        for j, term in enumerate(terms):
-            if term is not None:
-                totals[j] = term if totals[j] is None else ad.add_tangents(totals[j], term)
+        totals = [t if term is None else ad.add_tangents(t, term) for t, term in zip(totals, terms)]
     return totals
-
-
-def _with_zero_tangents(outputs: Sequence, tangents: Sequence) -> list:
-    """Return the tangents of outputs, with symbolic zeros instead of None."""
-    return [_zero_tangent(x) if tangent is None else tangent for x, tangent in zip(outputs, tangents)]
 
 
 def _op_transpose(cts: Sequence, *operands: Any, _op_call: _OpCall) -> list:
@@ -8635,7 +8641,7 @@ def _op_transpose(cts: Sequence, *operands: Any, _op_call: _OpCall) -> list:
         ct_slices, xs = list(values[:n_cts]), values[n_cts:]
         avals = [x.aval if ad.is_undefined_primal(x) else None for x in xs]
         returned = rule(ct_slices, *xs, **_op_call.rule_params)
-        return _checked_tangents(f"The transpose rule of {op.name!r}", returned, "the operands are", avals)
+        return _checked_tangents(f"{op.title}: the transpose rule", returned, "the operands are", avals)
 
     in_axes_per_vmap = [(*[0] * n_cts, *in_axes) for in_axes in _op_call.in_axes_per_vmap]  # each output is batched
     cts_out = _replay_vmaps(transpose_of_slice, in_axes_per_vmap, [*cts, *operands])
@@ -8651,16 +8657,17 @@ def _bind_with_vjp(op_call: _OpCall, ins: Sequence, fwd: Callable, bwd: Callable
     """Bind the primitive with the op's VJP rule."""
     avals = list(map(jax.typeof, ins))
     params = op_call.rule_params
-    subject = f"of the VJP rule of {op_call.op.name!r}"
+    fwd_subject = f"{op_call.op.title}: fwd of the VJP rule"
+    bwd_subject = f"{op_call.op.title}: bwd of the VJP rule"
 
     def forward(*ins: Any) -> tuple:
-        expected = "outputs, residuals (None if bwd needs none)"
-        outputs, residuals = _checked_pair(f"fwd {subject}", fwd(*ins, **params), expected)
-        return _checked_outputs(f"fwd {subject}", outputs, op_call), residuals
+        returned = fwd(*ins, **params)
+        outputs, residuals = _checked_pair(fwd_subject, returned, "outputs, residuals (None if bwd needs none)")
+        return _checked_outputs(fwd_subject, outputs, op_call), residuals
 
     def backward(residuals: Any, cotangents: Any) -> tuple:
         returned = bwd(residuals, op_call.out_tree.unflatten(cotangents), **params)
-        return tuple(_checked_tangents(f"bwd {subject}", returned, "the operands are", avals))
+        return tuple(_checked_tangents(bwd_subject, returned, "the operands are", avals))
 
     return _with_vjp(op_call.bind, forward, backward)(*ins)
 
@@ -8704,8 +8711,7 @@ def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any,
     """Apply the rules of `defjvp` to a primitive that is not an op."""
     returned = primitive.bind(*primals, **params)
     outputs = returned if primitive.multiple_results else [returned]
-    terms = _sum_jvp_terms(primitive.name, rules, primals, tangents, outputs, params)
-    tangents_out = _with_zero_tangents(outputs, terms)
+    tangents_out = _sum_jvp_terms(f"Primitive {primitive.name!r}", rules, primals, tangents, outputs, params)
     return returned, tangents_out if primitive.multiple_results else tangents_out[0]
 
 
@@ -8715,11 +8721,10 @@ def _primitive_jvp(primitive: Any, rules: Sequence, primals: Any, tangents: Any,
 def _checked_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
     """Return the outputs of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
-    Any container is accepted, but dicts only if `outs` has the same dicts.  JAX sorts their keys, so other dicts may
-    hold the outputs in another order.
+    The containers may differ from those of `outs`, except dicts: JAX sorts their keys, so other dicts may hold the
+    outputs in another order.  The structures must be equal if `outs` has a dict, or if a returned dict has an order.
     """
     leaves, structure = jax.tree.flatten(returned)
-    # A dict with a single leaf is accepted, because a single leaf has only one order.
     must_match_exactly = _contains_dict(op_call.out_tree) or (_contains_dict(structure) and len(leaves) > 1)
     if must_match_exactly and structure != op_call.out_tree:
         raise ValueError(
@@ -8730,7 +8735,7 @@ def _checked_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
 
 
 def _checked_pair(subject: str, returned: Any, expected: str) -> Any:
-    """Return the pair that a rule returned, or raise if it is none."""
+    """Return the pair that a rule returned, or raise if it is not a pair."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise TypeError(f"{subject} must return a pair. Got {returned!r:.80}. Return {expected}.")
     return returned
@@ -8742,9 +8747,9 @@ def _checked_arrays(
     """Return the values that a kernel or rule returned, as arrays.  Raise if their number, shapes or dtypes are wrong.
 
     A value of None is the zero of a rule, and has no shape or dtype to check.  An expected spec of None allows any
-    value, and is shown as `any`.  An example of the error, with `expected_phrase="the outputs are"`:
+    value, and is shown as `any`.  With the phrase "the outputs are" and the advice ", or None for zero", an error is:
 
-        The JVP rule of 'f' returned (float32[2], None), but the outputs are (float32[3], any). Return
+        XLACustomKernel 'f': the JVP rule returned (float32[2], None), but the outputs are (float32[3], any). Return
         (float32[3], any), or None for zero.
     """
 
@@ -8764,17 +8769,19 @@ def _checked_arrays(
 
 
 def _checked_tangents(subject: str, returned: Any, expected_phrase: str, avals: Iterable) -> list:
-    """Return the tangents or cotangents of a rule as arrays with the shapes and dtypes of `avals`, and None for zeros.
+    """Return the tangents or cotangents that a rule returned as arrays, with None for those that are zero or not used.
 
-    A rule may return a zero as None, `ad.Zero` or an undefined primal.  A value is dropped, which leaves None, if its
-    aval is None or has a dtype without derivative.
+    value of the rule                  aval                result
+    float32[3]                         float32[3]          the array, sharded like the aval
+    None, ad.Zero, undefined primal    float32[3]          None, for zero
+    any                                int32[3] or None    None, because JAX uses no derivative here
     """
     if not isinstance(returned, (list, tuple)):
         returned = [returned]
-    terms = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
-    expected = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
-    arrays = _checked_arrays(subject, terms, expected_phrase, expected, ", or None for zero")
-    return [None if x is None or like is None else _sharded_like(x, like) for x, like in zip(arrays, expected)]
+    values = [None if isinstance(x, _SYMBOLIC_TYPES) else x for x in returned]
+    used_avals = [aval if aval and jax.dtypes.issubdtype(aval.dtype, np.inexact) else None for aval in avals]
+    arrays = _checked_arrays(subject, values, expected_phrase, used_avals, ", or None for zero")
+    return [None if x is None or aval is None else _sharded_like(x, aval) for x, aval in zip(arrays, used_avals)]
 
 
 # -- 11.8 Timing ---------------------------------------------------------------------------------------
@@ -8832,15 +8839,6 @@ class _Backend(NamedTuple):
     make_check: Callable[[], Any]  # returns a wrapper that computes 2 * x + y, for the self-check
 
 
-def _make_numba_check() -> Callable:
-    """Return a wrapper of Numba for the self-check."""
-
-    def kernel(x: Any, y: Any, out: Any) -> None:
-        out[:] = 2 * x + y
-
-    return numba_kernel(kernel, outs=lambda x, y: x)
-
-
 def _make_numba_cuda_check() -> Callable:
     """Return a wrapper of Numba CUDA for the self-check."""
     package = "numba_cuda_mlir" if importlib.util.find_spec("numba_cuda_mlir") else "numba"
@@ -8874,7 +8872,7 @@ _BACKENDS = {
         kernel_classes=("numba.Dispatcher", "numba.DUFunc", "numba.GUFunc"),
         decorator="@numba.njit",
         wrap=numba_kernel,
-        make_check=_make_numba_check,
+        make_check=lambda: numba_kernel(lambda x, y: 2 * x + y, outs=lambda x, y: x),
     ),
     "warp": _Backend(
         install_hints={"cpu": _WARP_INSTALL, "gpu": 'an NVIDIA GPU, pip install "jax[cuda13]" warp-lang numba'},
@@ -8903,7 +8901,7 @@ def _self_check() -> int:
     """Run `2 * x + y` on each backend, and print the results.
 
     Returns:
-      The exit status: 1 if an installed backend fails, otherwise 0.
+      The exit status: 1 if a backend fails whose packages can be imported, otherwise 0.
     """
     print(f"xla_kernels {__version__}, Python {sys.version.split()[0]}, jax {jax.__version__}, NumPy {np.__version__}")
     print(f"platform {jax.default_backend()}, {jax.device_count()} device(s)\n")
