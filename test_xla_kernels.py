@@ -3821,6 +3821,7 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
             "q = Vectors()\nq.a = x\nv = q.a[i]\nv[0] = 9.0\nout[i] = v[0] + increment_copy(q, i)",
         "size in a struct": "m = Scaled()\nm.a = out\nm.n = float(y.size)\nm.a[i] = m.n + y[i]",
         "starred vector": "v = wp.vec2(y[i], 1.0)\nout[i] = wp.max(*v)",
+        "array and number assigned together": "a, b = x, y[i]\nv = a[i]\nv[0] = b\nout[i] = v[0]",
         "while loop": "k = int(0)\nwhile k < 2:\n    out[k] = y[k]\n    k += 1",
         "branch in a function": "choose(True, out, out)[i] = choose(i > 0, y, y)[i]",
     },

@@ -4441,11 +4441,12 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #     ambiguous    stores to one of several arrays                            the kernel gets a copy of the input
 #
 # The kernel gets a copy if the store is probably meant for another array.  Ambiguous stores occur in correct kernels,
-# such as those that swap two variables in a loop.  A possible store is meant for this array, so a copy would silently
-# lose the values that C++ code stores.
+# such as those that swap two variables in a loop.  A possible store, if it happens, is meant for this array, so a copy
+# would silently lose the values that C++ code stores.
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
-# new views (a fixpoint).  Stores through an array of structs that a helper fills are not found.
+# new views (a fixpoint).  So a variable may have more views than at run time.  Not found are stores through an array of
+# structs that a helper fills: `fill(boxes, x)`, with `boxes[0].pos = x` in it, and then `boxes[0].pos[i] = 1.0`.
 
 _RETURNED = "return"  # the key of the returned value among variables, of which none can have this name
 
@@ -4458,7 +4459,8 @@ class _View(NamedTuple):
     """
 
     parameter: str  # the parameter that is the array, or a struct with it
-    max_ndim: float  # the view (of a struct: the view in its field) has at most this ndim; `math.inf` if unknown
+    # The view, or of a struct the view in its field, has at most this ndim.  `math.inf` if the bound is unknown.
+    max_ndim: float
     maybe_struct: bool  # whether the value may be a struct
 
 
@@ -4474,8 +4476,15 @@ class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
     parameters: frozenset[str]  # the array of one of these
-    node: ast.AST  # the statement or call, maybe in a called function
-    kind: _StoreKind
+    node: ast.AST  # the statement or call
+    function: Any  # that contains the node: the kernel or a helper
+    may_only_read: bool = False
+
+    @property
+    def kind(self) -> _StoreKind:
+        if self.may_only_read:
+            return _StoreKind.POSSIBLE
+        return _StoreKind.AMBIGUOUS if len(self.parameters) > 1 else _StoreKind.EXACT
 
 
 def _union(sets: Iterable[set]) -> set:
@@ -4493,7 +4502,7 @@ class _WarpSource:
     """The stores to the arrays of a Warp kernel, and facts for section 10 about the source of it and its helpers."""
 
     def __init__(self, kernel: Any) -> None:
-        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel, which comes first, and of its helpers
+        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel and its helpers
         self.calls: list[tuple[ast.Call, Any]] = []  # each call, and the called function
         pending = [kernel]
         for function in pending:  # the list grows in this loop
@@ -4529,11 +4538,12 @@ class _WarpSource:
 
     @functools.cached_property
     def has_unanalyzed_code(self) -> bool:
-        """Whether there is C++ code, an adjoint of the user, or a call of a function that is an argument."""
-        own_code = ("native_snippet", "custom_grad_func", "custom_replay_func")
-        if any(getattr(function, name, None) for function in self.analyses for name in own_code):
+        """Whether the analysis misses code: C++ code, a user-defined adjoint, or a function that is an argument."""
+        unanalyzed = ("native_snippet", "custom_grad_func", "custom_replay_func")
+        if any(getattr(function, name, None) for function in self.analyses for name in unanalyzed):
             return True
-        return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)  # Warp >= 1.19
+        # In Warp >= 1.19, a parameter `f` may be a function, which the kernel calls as `f(x)`.
+        return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)
 
 
 class _FunctionAnalysis:
@@ -4543,6 +4553,7 @@ class _FunctionAnalysis:
     """
 
     def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
+        self.function = function
         self.analyses = analyses  # of `_WarpSource`
         self.captured = _captured_variables(_py_func(function))
         self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
@@ -4555,7 +4566,8 @@ class _FunctionAnalysis:
         is_cpp = getattr(function, "native_snippet", None)
         for name, warp_type in _parameter_types(function).items():
             if max_ndim := _max_ndim(warp_type):
-                self.views[name] = {_View(name, max_ndim, maybe_struct=not hasattr(warp_type, "ndim"))}
+                is_array = hasattr(warp_type, "ndim")  # otherwise it is a struct, `Any` or a reference
+                self.views[name] = {_View(name, max_ndim, maybe_struct=not is_array)}
                 if is_cpp or _is_reference(warp_type):
                     self.maybe_stored.append(name)
 
@@ -4567,6 +4579,9 @@ class _FunctionAnalysis:
         """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
         for node in self.nodes:
             match node:
+                case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
+                    for variable, value in zip(variables, values):
+                        self._assign(variable, self._views_of(value))
                 case ast.Assign(targets=[target], value=value):
                     self._assign(target, self._views_of(value))
                 case ast.Return(value=ast.expr() as value):
@@ -4602,7 +4617,8 @@ class _FunctionAnalysis:
             case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
                 return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
             case ast.Tuple(elts=parts):
-                return _replace(self._views_of_any(parts), max_ndim=math.inf)  # the parts may have different ndims
+                # In `parts[0]`, the index selects a part, and removes no dimension of an array.
+                return _replace(self._views_of_any(parts), max_ndim=math.inf)
             case ast.IfExp(body=first, orelse=second):
                 return self._views_of_any([first, second])
             case ast.Call():
@@ -4615,12 +4631,15 @@ class _FunctionAnalysis:
 
     def _removes_dimension(self, index: ast.expr) -> bool:
         """Return whether an index surely selects one element of a dimension, unlike a slice."""
-        # `slice` is in `captured` if the function names it.  Then any variable may be a slice.
-        return isinstance(index, ast.Constant) or not (isinstance(index, ast.Slice) or "slice" in self.captured)
+        if isinstance(index, ast.Slice):
+            return False
+        # If the function names the builtin `slice`, any variable may be a slice: `s = slice(0, 2)`, then `x[s]`.
+        return isinstance(index, ast.Constant) or "slice" not in self.captured
 
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
+            # The ndim is that of the returned view in the called function, `a[1:]` in the example above.
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
                 for returned in self.analyses[callee].views[_RETURNED]
@@ -4672,24 +4691,24 @@ class _FunctionAnalysis:
         if _is_user_function(callee):
             analysis = self.analyses[callee]
             for parameter in analysis.maybe_stored:
-                self._add_store(self._views_of_argument(call, callee, parameter), call, _StoreKind.POSSIBLE)
+                self._add_store(self._views_of_argument(call, callee, parameter), call, may_only_read=True)
             for store in list(analysis.stores):  # a copy, because the callee may be this function
                 views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(views, store.node, store.kind)
+                self._add_store(views, store.node, store.function, store.may_only_read)
             return
         effect = _effect(callee)
         if effect is _Effect.STORES:
             # With keywords only, any of them may be the first parameter.
             self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
         elif effect is _Effect.UNKNOWN:
-            self._add_store(self._views_of_any(_arguments(call)), call, _StoreKind.POSSIBLE)
+            self._add_store(self._views_of_any(_arguments(call)), call, may_only_read=True)
 
-    def _add_store(self, views: Iterable[_View], node: ast.AST, kind: _StoreKind = _StoreKind.EXACT) -> None:
-        """Add a store to one of the arrays of these views."""
+    def _add_store(
+        self, views: Iterable[_View], node: ast.AST, function: Any = None, may_only_read: bool = False
+    ) -> None:
+        """Add a store to one of the arrays of these views, by a node of this function or of another one."""
         parameters = frozenset(view.parameter for view in views)
-        if kind is not _StoreKind.POSSIBLE:  # a store of a helper may become ambiguous, or exact as in `helper(x, x)`
-            kind = _StoreKind.AMBIGUOUS if len(parameters) > 1 else _StoreKind.EXACT
-        store = _Store(parameters, node, kind)
+        store = _Store(parameters, node, function or self.function, may_only_read)
         if parameters and store not in self.stores:
             self.stores.append(store)
 
@@ -4704,7 +4723,7 @@ class _Effect(enum.Enum):
     STORES = "stores to the first argument"
     RETURNS_ARGUMENT = "returns an argument, or a struct with it, such as Box(x, y)"
     RETURNS_VIEW = "returns a view of an argument, with any ndim"
-    UNKNOWN = "may store to all arguments"  # so it does not matter whether the result is a view of them
+    UNKNOWN = "may store to all arguments"  # such inputs are errors, so it does not matter if the result views them
 
 
 # Warp's builtins with array parameters.  Those that are not listed have unknown effects.
@@ -4733,7 +4752,7 @@ def _effect(callee: Any) -> _Effect:
 
 
 def _loaded_module(name: str) -> Any:
-    """Return a module of Warp, which its kernels have loaded.  An import statement takes four times as long."""
+    """Return a module of Warp, which its kernels have loaded.  This is faster than an import statement."""
     return sys.modules[name]
 
 
@@ -4823,26 +4842,26 @@ def _max_ndim(warp_type: Any) -> float:
 def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    The latter is only checked without `zero_outputs`.  `buffer_of` is {array parameter: the index of its buffer}: first
-    inputs, then outputs, then scratch.  An in-out argument has the index of its output.  An input with only ambiguous
-    stores has the index of its copy, so it is not an input here.
+    `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
+    scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
+
+        {"x": 0, "v": 2, "y": 3}       # v has the index of its output
+        {"x": 4, "v": 2, "y": 3}       # if the kernel has ambiguous stores to x: the index of a copy of x
     """
-    # An aliased input has the same memory as its output, so the kernel may store to it.
+    # With input_output_aliases={0: 0}, the memory of input 0 is that of an output, so the kernel may store to it.
     read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
     for name, store in source.stores.items():
         if buffer_of.get(name) not in read_only:
             continue
-        function = next(key for key, analysis in source.analyses.items() if store.node in analysis.nodes)
-        reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(function).__name__!r})"
-        verb, fix_if_read = "writes", ""
-        if store.kind is _StoreKind.POSSIBLE:
-            verb = "may write"
-            fix_if_read = (
-                f" List {name!r} even if the call only reads {name!r}. Then put the spec of {name!r} first in outs, "
-                "and ignore the first result: `_, *results = f(...)`."
-            )
-        raise _read_only_input_error(f"{wrapper.title} {verb}", [name], reason, fix_if_read)
-    if wrapper.options.zero_outputs is None:
+        reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
+        if not store.may_only_read:
+            raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
+        fix_if_read = (
+            f" If the call only reads {name!r}, list {name!r} all the same, put its spec first in outs, and ignore the "
+            "first result: `_, *results = f(...)`."
+        )
+        raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
+    if wrapper.options.zero_outputs is None:  # with True and False, a kernel need not store to its outputs
         stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
         _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, index="i")
 
