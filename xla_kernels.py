@@ -4435,18 +4435,22 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 # A store is of one of three kinds.  The kind does not say whether the statement runs:
 #
-#     kind         the statement or call                                      if the array is an input
-#     exact        stores to one known array                                  an error
-#     possible     stores, or only reads (C++, unknown code, a reference)     an error
-#     ambiguous    stores to one of several arrays                            the kernel gets a copy of the input
+#     kind         the statement or call                                           if an input is one of its arrays
+#     exact        stores to the array of one parameter                            an error
+#     possible     stores, or only reads: calls of C++ or unknown code,            an error
+#                  references.  To the array of one parameter, or of several
+#     ambiguous    stores to the array of one of several parameters                the kernel gets a copy of the input
 #
 # The kernel gets a copy if the store is probably meant for another array.  Ambiguous stores occur in correct kernels,
-# such as those that swap two variables in a loop.  A possible store, if it happens, is meant for this array, so a copy
-# would silently lose the values that C++ code stores.
+# such as those that swap two variables in a loop.  For a possible store, a copy would silently lose the values that C++
+# code stores.
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
-# new views (a fixpoint).  So a variable may have more views than at run time.  Not found are stores through an array of
-# structs that a helper fills: `fill(boxes, x)`, with `boxes[0].pos = x` in it, and then `boxes[0].pos[i] = 1.0`.
+# new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
+# `box.out[i]` is ambiguous.  It misses stores through an array of structs that a helper fills:
+#
+#     fill(boxes, x)              # runs boxes[0].pos = x
+#     boxes[0].pos[i] = 1.0       # this store to x is not found
 
 _RETURNED = "return"  # the key of the returned value among variables, of which none can have this name
 
@@ -4459,8 +4463,7 @@ class _View(NamedTuple):
     """
 
     parameter: str  # the parameter that is the array, or a struct with it
-    # The view, or of a struct the view in its field, has at most this ndim.  `math.inf` if the bound is unknown.
-    max_ndim: float
+    max_ndim: float  # an upper bound of the ndim of the view, in a struct of the views in its fields; or `math.inf`
     maybe_struct: bool  # whether the value may be a struct
 
 
@@ -4475,9 +4478,9 @@ class _StoreKind(enum.IntEnum):
 class _Store(NamedTuple):
     """A statement or call that stores, or may store, to the array of a parameter."""
 
-    parameters: frozenset[str]  # the array of one of these
+    parameters: frozenset[str]  # it stores to the array of one of these parameters
     node: ast.AST  # the statement or call
-    function: Any  # that contains the node: the kernel or a helper
+    function: Any  # the kernel or helper that contains the node
     may_only_read: bool = False
 
     @property
@@ -4510,15 +4513,20 @@ class _WarpSource:
                 self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
                 self.calls += analysis.callees.items()
                 pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
-        # Each step is repeated until it finds nothing new.  Stores come second, because a store depends on all views.
-        for step in (_FunctionAnalysis.find_views, _FunctionAnalysis.find_stores):
-            n_before, n_found = -1, 0
-            while n_before != n_found:
-                n_before, n_found = n_found, sum(map(step, self.analyses.values()))
+        self._repeat_until_stable(_FunctionAnalysis.find_views)
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a store depends on all views
         self.stores: dict[str, _Store] = {}  # {parameter of the kernel: its first store in the order of the table}
         for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
             for parameter in store.parameters:
                 self.stores.setdefault(parameter, store)
+
+    def _repeat_until_stable(self, find: Callable[[_FunctionAnalysis], int]) -> None:
+        """Repeat a search in all functions until the number of its results does not grow any more."""
+        n_before, n_found = -1, 0
+        while n_before != n_found:
+            n_before, n_found = n_found, sum(map(find, self.analyses.values()))
+
+    # -- facts for section 10 --
 
     @functools.cached_property
     def n_indices(self) -> int:
@@ -4550,12 +4558,15 @@ class _FunctionAnalysis:
     """The views and stores of one Warp function, in terms of its parameters.
 
     For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
+
+    Warp 1.14 to 1.19 accepts the assignments `a = x`, `a, b = x, y` (variables only), `box.pos = x` and `x[i] = y`.  It
+    rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is an integer.
     """
 
     def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
         self.function = function
         self.analyses = analyses  # of `_WarpSource`
-        self.captured = _captured_variables(_py_func(function))
+        self.captured = _captured_variables(_py_func(function))  # including builtins of Python
         self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
         self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
         self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
@@ -4572,8 +4583,6 @@ class _FunctionAnalysis:
                     self.maybe_stored.append(name)
 
     # -- views --
-    # Warp 1.14 to 1.19 accepts the assignments `a = x`, `a, b = x, y` (variables only), `box.pos = x` and `x[i] = y`.
-    # It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is an integer.
 
     def find_views(self) -> int:
         """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
@@ -4599,8 +4608,8 @@ class _FunctionAnalysis:
             case ast.Attribute(value=struct):
                 self._assign(struct, _replace(views, maybe_struct=True))
             case ast.Subscript(value=array):
-                # After `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  The index `i` removes no dimension of `y`, so the
-                # ndim is infinite.  Elements that are not structs have no views.
+                # An element has views only if it is a struct: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  The
+                # ndim is infinite, because the index `i` of such an expression removes no dimension of `y`.
                 self._assign(array, _replace((view for view in views if view.maybe_struct), max_ndim=math.inf))
 
     def _views_of(self, node: ast.expr) -> set[_View]:
@@ -4639,7 +4648,7 @@ class _FunctionAnalysis:
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
-            # The ndim is that of the returned view in the called function, `a[1:]` in the example above.
+            # `returned.max_ndim` is valid for all arguments: `tail` declares the ndim of `a`, and thus of `a[1:]`.
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
                 for returned in self.analyses[callee].views[_RETURNED]
@@ -4842,6 +4851,8 @@ def _max_ndim(warp_type: Any) -> float:
 def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
+    With `zero_outputs=True` and `zero_outputs=False`, a kernel need not store to its outputs.
+
     `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
     scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
 
@@ -4851,17 +4862,17 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
     # With input_output_aliases={0: 0}, the memory of input 0 is that of an output, so the kernel may store to it.
     read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
     for name, store in source.stores.items():
-        if buffer_of.get(name) not in read_only:
+        if buffer_of.get(name) not in read_only:  # such as an input with ambiguous stores, which is copied
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
         if not store.may_only_read:
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
-            f" If the call only reads {name!r}, list {name!r} all the same, put its spec first in outs, and ignore the "
-            "first result: `_, *results = f(...)`."
+            f" If the call only reads {name!r}, list it in in_out_argnames all the same, add its spec to outs (in-out "
+            "arguments come first), and ignore this result."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
-    if wrapper.options.zero_outputs is None:  # with True and False, a kernel need not store to its outputs
+    if wrapper.options.zero_outputs is None:
         stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
         _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, index="i")
 
