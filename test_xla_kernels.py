@@ -5223,7 +5223,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "not int32. Return np.int32(x), or declare float32", lambda: wrap(lambda x: x / 2)(np.int32(1))),
     (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float32",
      lambda: wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32)))(np.arange(3))),
-    (TypeError, 'signature of 64 bits. Set jax.config.update("jax_enable_x64", True)',
+    (TypeError, 'Remove the signature. .*set jax.config.update("jax_enable_x64", True) instead',
      lambda: call_body("out[0] = f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(identity))),
     (TypeError, "64 bits", lambda: wrap(numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__))(ONES)),
     # transformations

@@ -87,6 +87,8 @@ work here.
 #     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
 #     helper             a `@njit`, `@cuda.jit` or `@wp.func` function that a kernel references
 #     captured values    the globals, closure variables and defaults that a kernel references
+#     signature          a `_Signature`: the dtypes and ranks of the buffers of a call, its aliases and zeroed results
+#     explicit signature the argument types in a Numba decorator: @njit("float64(float64)")
 #     specialization     the signature, options and name for which a kernel is compiled
 #     target             a custom-call target: a name under which XLA finds a handler
 #     handler            the machine code that XLA calls for a target
@@ -565,7 +567,12 @@ def _is_library_module(name: Any) -> bool:
     return str(name).partition(".")[0] in _LIBRARY_MODULES
 
 
-_EMPTY_CODE = compile("", "", "exec")  # for kernels without a Python function
+_EMPTY_CODE = compile("", "", "exec")
+
+
+def _code_of(kernel: Any) -> types.CodeType:
+    """Return the code of a kernel.  If it has no Python function, return an empty code object."""
+    return getattr(_py_func(kernel), "__code__", _EMPTY_CODE)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -2164,7 +2171,7 @@ class _Wrapper(_PickledByReference):
             f"{_format_spec(ins[i])}, but outs[{j}] is {shown}. Write outs=lambda {arguments}: {fixed_outs}."
         )
 
-    def _reject_separate_outputs(self, call: _CallParams) -> None:
+    def _check_no_separate_outputs(self, call: _CallParams) -> None:
         """Raise an error if the kernel, which does not fit the call, declares separate outputs for in-out arguments.
 
         With in_out_argnames=["state"], `kernel(state, state_out)` is a mistake.  It has as many parameters as the call
@@ -2199,7 +2206,7 @@ def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], al
 
 
 def _check_outputs_are_stored(
-    title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, index: str, return_fix: str = ""
+    title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, fix_index: str, return_fix: str = ""
 ) -> None:
     """Raise an error if a kernel has no store to an output or in-out argument (sections 7 to 9).
 
@@ -2208,7 +2215,7 @@ def _check_outputs_are_stored(
       buffer_of: {parameter: the index of its buffer}.  For an in-out argument, this is the buffer of the output.
       stored: the buffers to which the kernel may store.
       call: the call.  Its scratch buffers are not checked.
-      index: the index in the statement that the message suggests, such as ":".
+      fix_index: the index in the statement that the message suggests, such as ":".
       return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
     """
     n_in = len(call.ins)
@@ -2221,7 +2228,7 @@ def _check_outputs_are_stored(
         # An in-out argument has one parameter.  With input_output_aliases, the input has a parameter of its own.
         is_in_out = buffer in input_of and input_of[buffer] not in buffer_of.values()
         kind, unstored = ("in-out argument", "keeps its old values") if is_in_out else ("output", "consists of zeros")
-        shown_index = index if call.buffers[buffer].shape else "()"
+        shown_index = fix_index if call.buffers[buffer].shape else "()"
         alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
         raise TypeError(
             f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
@@ -3416,14 +3423,14 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # ======================================================================================================
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
-# For each slice, the handler calls a function that Numba has compiled (an "overload", 7.5).  It is a function of all
-# buffers: it takes the inputs, outputs and scratch of a call, in order, as arrays.  If the kernel has other parameters,
-# or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
+# For each slice, the handler calls a function that Numba has compiled, an overload in Numba's terms.  It is a function
+# of all buffers: it takes the inputs, outputs and scratch of a call, in order, as arrays.  If the kernel has other
+# parameters, or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
 #
-# This section uses parts of Numba that are not documented.  If Numba changes one of these, tests fail, but users get no
-# error: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays
-# (`_IGNORE_READONLY`), the IR that `compiler.run_frontend` returns, and the name of the function that starts threads
-# (`_uses_threads`).
+# This section uses parts of Numba that are not documented.  If Numba changes one of these, tests fail, but users may
+# silently get wrong results: the members of arrays (`_numba_array_members`), the functions that write to read-only
+# arrays (`_IGNORE_READONLY`), the IR that `compiler.run_frontend` returns, and the name of the function that starts
+# threads (`_uses_threads`).
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -3482,12 +3489,13 @@ def numba_kernel(
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
-      zero_outputs: optional boolean.  By default, new outputs and scratch start from zeros, and it is an error if the
-        kernel never stores to an output.  With True, this is not an error.  With False, outputs and scratch are
-        uninitialized, for kernels that store to every element.  Zeros are the right start for sums.  For a product, a
-        minimum or a maximum, store the start first (`out[:] = np.inf`), or alias the output to an input.  Outputs that
-        are returned, and outputs aliased to an input, are not zeroed.  Zeroing takes up to a quarter of the time of
-        `out[i] = x[i] + y[i]`, depending on the size.
+      zero_outputs: optional boolean, the start of new outputs and scratch:
+        - None (the default): zeros.  It is an error if the kernel never stores to an output.
+        - True: zeros.  The kernel need not store to its outputs.
+        - False: uninitialized memory, for kernels that store to every element.
+        For a product, a minimum or a maximum, store the start first (`out[:] = np.inf`), or alias the output to an
+        input.  Outputs that are returned or aliased to an input are not zeroed.  Zeroing takes up to a quarter of the
+        time of `out[i] = x[i] + y[i]`, depending on the size.
       name: optional string, the prefix of the kernel's name in exported programs, which find the kernel by it (see
         `export_checks`).
 
@@ -3520,7 +3528,7 @@ def numba_kernel(
     - A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads globals and closure
       variables.  To read new values, wrap a plain function again, or define the kernel again.  If the values are equal
       to earlier ones, nothing is compiled.
-    - `cache=True` works, also with explicit signatures.
+    - Explicit signatures of a `numba.njit` kernel are ignored.  `cache=True` works.
     - Integer division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
     - For some functions, such as `np.fill_diagonal(x, 0)` and `x.flat[0] = 1`, Numba ignores that an array is
       read-only.  If a kernel uses one, or a helper with an explicit signature, it gets copies of the inputs that it may
@@ -3531,8 +3539,8 @@ def numba_kernel(
 
     - XLA may merge two equal calls, even if the kernel draws random numbers, unless `has_side_effect=True`.  Two calls
       with side effects are not ordered, unless one uses a result of the other.
-    - Under `vmap`, `cond` becomes `select`, so the kernel also runs in a branch that is not taken, and its exceptions
-      are raised.  In a batched `while_loop`, it also runs on the last state of batch elements that have finished.
+    - In a `cond` with a batched predicate, the kernel also runs in a branch that is not taken, and its exceptions are
+      raised.  In a batched `while_loop`, it also runs on the last state of batch elements that have finished.
     - Kernels run on XLA's threads.  `np.random.seed` and `numba.set_num_threads` are per thread, so they have no
       effect.  Ctrl-C does not stop a kernel that never ends; Ctrl-\\ does.
     - Batch elements of a `vmap` may run at the same time on several threads.  If the kernel calls a C library that is
@@ -3579,18 +3587,18 @@ class _NumbaWrapper(_Wrapper):
         maps = [_ArgumentMap(n_buffers, (*args, *new_buffers), self._scalar_inputs(call.ins))]
         if may_return and new_buffers and not call.scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=new_buffers))
-        signature = inspect.signature(_py_func(self.kernel))
-        fitting_maps = [argument_map for argument_map in maps if _can_bind(signature, len(argument_map.args))]
+        python_signature = inspect.signature(_py_func(self.kernel))
+        fitting_maps = [argument_map for argument_map in maps if _can_bind(python_signature, len(argument_map.args))]
         if fitting_maps:
             return fitting_maps
-        self._reject_separate_outputs(call)
+        self._check_no_separate_outputs(call)  # its error has the better fix
         returns = ", or takes the inputs only and returns the outputs" if may_return else ""
         raise TypeError(
             f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-            f"{signature}, but this call has {_counted(n_in, 'input')} and {_counted(n_buffers - n_in, 'output')} "
-            "(scratch counts as an output, and an in-out argument as an input and an output). If a parameter is both "
-            "input and output, list it in in_out_argnames. If it is a constant, wrap the kernel in a function that has "
-            "the constant in its closure."
+            f"{python_signature}, but this call has {_counted(n_in, 'input')} and "
+            f"{_counted(n_buffers - n_in, 'output')} (scratch counts as an output, and an in-out argument as an input "
+            "and an output). If a parameter is both input and output, list it in in_out_argnames. If it is a constant, "
+            "wrap the kernel in a function that has the constant in its closure."
         )
 
     def _scalar_inputs(self, ins: Sequence[Spec]) -> frozenset[int]:
@@ -3662,10 +3670,10 @@ class _NumbaKernel(_NumbaWrapper):
             return numba.njit(kernel)
         if _is_ufunc(kernel):
             return kernel
-        has_signatures = not kernel._can_compile  # explicit ones; then Numba compiles no others
+        has_explicit_signatures = not kernel._can_compile  # then Numba compiles no others
         # If Numba inlines a kernel into an adapter, the options of the kernel are lost.
         is_inlined = kernel.targetoptions.get("inline", "never") != "never"
-        if not has_signatures and not is_inlined:
+        if not has_explicit_signatures and not is_inlined:
             return kernel
         options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
         pipeline = kernel._compiler.pipeline_class
@@ -3699,10 +3707,10 @@ class _ArgumentMap(NamedTuple):
 
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
-    scalars: frozenset[int] = frozenset()  # the inputs whose only element is passed, as a scalar (no in-out arguments)
+    scalars: frozenset[int] = frozenset()  # the 0-d inputs that are passed as scalars, if they are in `args`
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
-    slice_ranks: Any = None  # a tuple of ints, only of a `_BatchArgumentMap` (9.4)
+    slice_ranks: Any = None  # for batch launches (9.6): a tuple of ints, the rank of a slice of each buffer
 
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
@@ -3721,13 +3729,13 @@ class _ArgumentMap(NamedTuple):
         return [name for name, buffer in self.named_args(parameters) if buffer in buffers]
 
     def maybe_written_buffers(self, only_read_positions: Container) -> set[int]:
-        """Return the buffers of the parameters that are not at these positions.  To these, the kernel may write."""
+        """Return the buffers that the kernel may write to: all except those of parameters at these positions."""
         return {buffer for position, buffer in enumerate(self.args) if position not in only_read_positions}
 
-    def unproven_inputs(self, only_read_positions: Container, signature: _Signature) -> set[int]:
-        """Return the inputs to which the kernel may write by mistake.  See `maybe_written_buffers`.
+    def maybe_written_inputs(self, only_read_positions: Container, signature: _Signature) -> set[int]:
+        """Return the inputs that the kernel may write to, by mistake.  See `maybe_written_buffers`.
 
-        Scalars and inputs that an output is aliased to are not included: the kernel gets a value, or may write.
+        Scalars are left out, because the kernel gets values.  So are inputs aliased to an output, which it may change.
         """
         inputs = self.maybe_written_buffers(only_read_positions).intersection(range(signature.n_in))
         return inputs - self.scalars - {i for i, _ in signature.aliases}
@@ -3773,7 +3781,7 @@ class _NumbaCompiler:
     kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
     parameters: Sequence[str]  # the names of the kernel's parameters
     signature: _Signature
-    call: _CallParams  # without a target
+    call: _CallParams  # without a target; a signature does not tell outputs and scratch apart, or contain shapes
     checks_outputs: bool  # whether it is an error if the kernel never stores to an output
 
     @property
@@ -3825,29 +3833,29 @@ class _NumbaCompiler:
     def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
         """Return a compiled function of all buffers that does not change inputs, or raise an error.
 
-        An input is proven if LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first line that fits
-        counts:
+        An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first line
+        that fits counts:
 
-            the kernel compiles for read-only inputs, and uses nothing that ignores this    return it
-            all inputs are proven                                                           return it
-            it does not compile for read-only inputs, because of a store                    raise an error
-            otherwise (for example, a helper has an explicit signature)                     copy the unproven inputs
+            the kernel compiles for read-only inputs, and not `_may_ignore_readonly`    return it
+            it only reads its inputs                                                    return it
+            it does not compile for read-only inputs, because of a store                raise an error
+            otherwise (for example, a helper has an explicit signature)                 copy inputs that may be written
         """
         overload, readonly_error = self._compile_for_buffers(argument_map)
         if not readonly_error and not _may_ignore_readonly(self.kernel):
             return overload
-        unproven = argument_map.unproven_inputs(self.only_read_positions, self.signature)
-        unproven -= _unwritten_buffers(overload, self.signature)
-        if not unproven:
+        maybe_written = argument_map.maybe_written_inputs(self.only_read_positions, self.signature)
+        maybe_written -= _only_read_buffers(overload, self.signature)
+        if not maybe_written:
             return overload
         if readonly_error and _is_store_to_readonly(readonly_error):
-            names = argument_map.names_of(unproven, self.parameters)
+            names = argument_map.names_of(maybe_written, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
             verb = "writes" if len(names) == 1 else "may write"
             raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
-        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(unproven)}, because it may write to them")
-        # An error for read-only inputs does not matter any more: the inputs that are not copied are proven.
-        overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(unproven)))
+        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
+        # An error for read-only inputs does not matter any more: the kernel only reads the inputs that are not copied.
+        overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
         return overload
 
     def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[Any, Exception | None]:
@@ -3928,15 +3936,16 @@ class _NumbaCompiler:
         """Raise an error if a kernel that returns its outputs does not return what `outs` declares."""
         leaves = _returned_leaves(returned).values()
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        fixes = [_RETURN_ADVICE]
+        fix = _RETURN_ADVICE
         if len(leaves) == len(declared):
-            fixes = [fix for leaf, spec in zip(leaves, declared) if (fix := _fix_for_result(leaf, *spec))]
-        if not fixes:
+            fixes = [_fix_for_result(leaf, dtype, rank) for leaf, (dtype, rank) in zip(leaves, declared)]
+            fix = next(filter(None, fixes), "")
+        if not fix:
             return
         shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         raise TypeError(
             "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
-            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fixes[0]}."
+            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fix}."
         )
 
     def _check_outputs(self, argument_map: _ArgumentMap, return_fix: str = "") -> None:
@@ -3944,7 +3953,7 @@ class _NumbaCompiler:
         if self.checks_outputs:
             buffer_of = dict(argument_map.named_args(self.parameters))
             stored = argument_map.maybe_written_buffers(self.only_read_positions)
-            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, index=":", return_fix=return_fix)
+            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, fix_index=":", return_fix=return_fix)
 
 
 def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
@@ -4033,17 +4042,6 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
-def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
-
-
-def _llvm_module(overload: Any) -> Any:
-    """Return the LLVM module of an overload, with all that the function calls."""
-    library = overload.library
-    return library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
-
-
 # -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
 # Inputs never change.  Each input of a kernel is safe for one of these reasons:
 #
@@ -4059,17 +4057,17 @@ def _llvm_module(overload: Any) -> Any:
 # this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
 
-def _unwritten_buffers(overload: Any, signature: _Signature) -> set[int]:
+def _only_read_buffers(overload: Any, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
-    unwritten = set()
+    only_read = set()
     arguments = _optimized_llvm_function(overload).arguments
     _result_pointer, _exception_pointer = itertools.islice(arguments, 2)
     for buffer, rank in enumerate(signature.ranks):
-        # The members of an array (`_numba_array_members`).  The last ones are the shape and the strides.
+        # Each `islice` takes the next arguments of the iterator: the members of one array (`_numba_array_members`).
         _meminfo, _parent, _nitems, _itemsize, data, *_ = itertools.islice(arguments, 5 + 2 * rank)
         if {b"readonly", b"readnone"}.intersection(data.attributes):
-            unwritten.add(buffer)
-    return unwritten
+            only_read.add(buffer)
+    return only_read
 
 
 def _optimized_llvm_function(overload: Any) -> Any:
@@ -4085,6 +4083,12 @@ def _optimized_llvm_function(overload: Any) -> Any:
     manager, builder = overload.library._codegen._module_pass_manager(opt=3)
     manager.run(module, builder)
     return module.get_function(name)
+
+
+def _llvm_module(overload: Any) -> Any:
+    """Return the LLVM module of an overload, with all that the function calls."""
+    library = overload.library
+    return library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
 
 
 def _numba_ir(kernel: Any) -> Any:
@@ -4126,16 +4130,20 @@ def _only_read_names(kernel: Any, call_stack: tuple = ()) -> set[str]:
 class _VariableUses:
     """The uses of variables in a function, from Numba's IR in SSA form (one assignment per variable).
 
-    A use that is not known to be a read counts as a store.  This is safe: at most, an input is copied.  For example,
-    Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
+    A use that is not known to be a read counts as a store.  This is safe: at worst, an input is copied (on GPUs,
+    rejected) without need.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
 
         v = getitem(value=x, index=$0)       # `v` may be a view of `x`
         v[$1] = $2                           # a store to `v`, and so to `x`
         n = getattr(value=x, attr=shape)     # only reads `x`
+
+    `return x` (`$3 = cast(value=x); return $3`) is not a store, although the caller may store to the result.  So
+    `_add_call` counts the result of a helper as a view of the arguments that the helper only reads.
     """
 
     def __init__(self, kernel: Any, numba_ir: Any, call_stack: tuple) -> None:
-        self.numba_ir = numba_ir  # before SSA form, which does not rename temporaries, such as called functions
+        # Its definitions lack the variables that SSA form renames (if reassigned), so a call of one counts as a store.
+        self.numba_ir = numba_ir
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
         self.names: dict[str, str] = {}  # {variable: the name of the parameter or global that it is}
@@ -4152,7 +4160,7 @@ class _VariableUses:
         return set(self.names.values()) - written
 
     def add(self, statement: Any) -> None:
-        """Add the uses in a statement.  `list_vars` of an assignment includes its target, which has no effect."""
+        """Add the uses in a statement."""
         from numba.core import ir as nbir
 
         value = statement.value if isinstance(statement, nbir.Assign) else statement
@@ -4161,12 +4169,12 @@ class _VariableUses:
                 self.names[statement.target.name] = value.name
             case nbir.Expr(op="call"):
                 self._add_call(statement.target.name, value)
-            case nbir.Expr(op="binop" | "unary" | "cast"):  # a "cast" is only in returns
+            case nbir.Expr(op="binop" | "unary" | "cast"):  # a "cast" precedes a return (see the class)
                 pass
             case nbir.Expr(op="getattr") if value.attr in _ARRAY_METADATA:
                 pass
             case nbir.Var() | nbir.Expr(op="getattr" | "getitem" | "static_getitem" | "phi"):
-                self.viewed[statement.target.name] += statement.list_vars()
+                self.viewed[statement.target.name] += statement.list_vars()  # and the target, a cycle that `pop` ends
             # CUDA has no lists and dicts.  So the value that is stored to an array is not an array.
             case nbir.SetItem() | nbir.StaticSetItem() if self.is_cuda:
                 self.stored.append(statement.target)
@@ -4174,7 +4182,7 @@ class _VariableUses:
                 self.stored.append(value.lhs)
             # On CPUs, the value may be an array, to which later statements store through a list (`a_list[0] = x`).
             case _:
-                self.stored += statement.list_vars()
+                self.stored += statement.list_vars()  # and the target of an assignment, which views nothing
 
     def _add_call(self, result: str, call: Any) -> None:
         """Add the uses in a call.  `result` is the variable to which the result is assigned."""
@@ -4192,7 +4200,7 @@ class _VariableUses:
         else:
             self.stored.append(call.func)  # `x.sort` of `x.sort()`: a view of `x`, to which the method may store
         self.stored += [x for position, x in enumerate(call.args) if position not in only_read]
-        self.stored += [x for _, x in call.kws] + ([call.vararg] if call.vararg else [])
+        self.stored += filter(None, [*dict(call.kws).values(), call.vararg])
 
     def _called_function(self, variable: Any) -> tuple[Any, str]:
         """Return (function, "") for a captured function, (None, "dot") for the method `x.dot`, or else (None, "")."""
@@ -4216,10 +4224,10 @@ _IGNORE_READONLY = frozenset(
 def _may_ignore_readonly(kernel: Any) -> bool:
     """Return whether a kernel or a helper references a function or container that may write to a read-only array.
 
-    The answer only depends on the code, not on types, so it is the same for kernels from Numba's cache.
+    The answer depends on code and captured values, but not on types, which kernels from Numba's cache do not have.
     """
     for function in _kernel_and_helpers(kernel):
-        code = getattr(_py_func(function), "__code__", _EMPTY_CODE)
+        code = _code_of(function)
         values = [function, *(value for _, value in _captured_values(function))]
         names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
         # A gufunc stores to the arguments after its inputs.
@@ -4244,8 +4252,8 @@ def _check_no_object_mode(kernel: Any, title: str) -> None:
     Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
     """
     for function in _kernel_and_helpers(kernel):
-        names = _referenced_names(getattr(_py_func(function), "__code__", _EMPTY_CODE))
-        type_names = [type(value).__name__ for _, value in _captured_values(_py_func(function))]
+        names = _referenced_names(_code_of(function))
+        type_names = [type(value).__name__ for _, value in _captured_values(function)]
         if "objmode" in names or "_ObjModeContextType" in type_names:
             raise TypeError(
                 f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
@@ -4262,22 +4270,14 @@ def _uses_threads(overload: Any, kernel: Any) -> bool:
 
 
 # -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
-# As in section 6, `ir` is the builder of the handler's code, which runs in calls.
+# As in section 6, `ir` only writes code.  The code runs when XLA calls the handler.
 
 
 class _NumbaEmitter(_Emitter):
-    """An emitter that calls a compiled function of all buffers for each slice."""
+    """An emitter that calls a compiled function of all buffers for each slice.  `_Emitter` explains the attributes."""
 
     def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
         import numba
-
-        self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
-        self.starts_threads = uses_threads
-        if uses_threads:
-            numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
-            if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
-                self.lock_address = _native_lock_address("workqueue_lock")
 
         def report(exception_address: int) -> int:
             """Return the address of the message of an exception."""
@@ -4288,9 +4288,16 @@ class _NumbaEmitter(_Emitter):
             return _store_error_message(exception, label)
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
-        self.report_address = ctypes.cast(callback, _PTR).value or 0
-        self.alive = overload, callback
         self.code_key = ("numba",)
+        self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+        self.report_address = ctypes.cast(callback, _PTR).value or 0
+        self.keep_alive = overload, callback  # the owners of these addresses
+        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
+        self.starts_threads = uses_threads
+        if uses_threads:
+            numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
+            if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
+                self.lock_address = _native_lock_address("workqueue_lock")
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Call the kernel for each slice.  If its status is an error, return the exception's message to XLA."""
@@ -4300,7 +4307,7 @@ class _NumbaEmitter(_Emitter):
         context = cpu_target.target_context
         call_conv = context.call_conv
         builder = ir.llvm_builder
-        address = ir.handler_data.kernel_address
+        address = ir.handler_data.kernel_address  # the copy of `self.kernel_address` that the code reads when it runs
         with ir.each_slice(buffers, count) as arrays:
             params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
             param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
@@ -4320,6 +4327,11 @@ class _NumbaEmitter(_Emitter):
         ir.call("Py_DecRef", error)
         python.gil_release(gil)
         return message
+
+
+def _numba_array_members(array: _KernelArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
 
 
 # -- 7.6 Errors of the compiler, with advice -----------------------------------------------------------
@@ -4344,8 +4356,8 @@ _ADVICE = {
     "returns a value. Write it to an output: `out[:] = value`.",
     # Known signatures: * (Array(float64, 1, 'C', False, aligned=True),) -> float64
     # Type of #7 arg mismatch: double* != float*
-    r"(?s)Known signatures:.*64|mismatch: (double|i64)": "JAX truncates 64-bit inputs to 32 bits, but the kernel has a "
-    'signature of 64 bits. Set jax.config.update("jax_enable_x64", True), or remove the signature.',
+    r"Known signatures:|arg mismatch: ": "The explicit signature of a helper or gufunc does not fit this call. Remove "
+    'the signature. If it has 64 bits, you may set jax.config.update("jax_enable_x64", True) instead.',
     # Unknown attribute 'normal' of type Module(<module 'jax.random' from '...'>)
     r"Module\(<module 'jax\.random'": "A kernel cannot draw from jax.random. Draw before the call, and pass the noise "
     "as an input.",
@@ -4361,8 +4373,8 @@ _ADVICE = {
     # Unknown attribute 'j0' of type Module(<module 'scipy.special' from '...'>)
     # Cannot determine Numba type of <class 'numpy.ufunc'>
     r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba does not support this function. Use math.erf and "
-    "math.gamma, or, on CPUs, SciPy's C functions through get_cython_function_address, as `bessel` in the project's "
-    "EXAMPLES.md does.",
+    "math.gamma, or, on CPUs, SciPy's C functions through numba.extending.get_cython_function_address "
+    "(https://numba.readthedocs.io/en/stable/extending/high-level.html#importing-cython-functions).",
     # Untyped global name 'breakpoint'
     r"Module\(<module 'pdb|name 'breakpoint'": "A compiled kernel has no debugger. Debug it in Python with NumPy "
     "arrays: call wrapper.__wrapped__, or its .py_func if it is decorated.",
@@ -4374,11 +4386,11 @@ _ADVICE = {
     # Cannot determine Numba type of <class 'function'>
     r"<class '(function|functools\.partial)'": "A kernel can only call jitted functions. Decorate the helper with "
     "@numba.njit (for a GPU: @cuda.jit).",
-    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'>
+    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'> (for `frozenset`: <class 'type'>)
     # The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, is not supported
     # <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
-    r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples and NumPy arrays, but no "
-    "dict, list or object. Pass its values as inputs, or assign them to variables: gain = params['gain'].",
+    r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples, NumPy arrays and some "
+    "builtins, but no dict, list or object. Pass its values as inputs, or assign them: gain = params['gain'].",
     # Cannot bind 'args=(...) kws={...}' to signature '(x, out, *, n=3)' due to "TypeError: ..."
     # tuple index out of range (Numba 0.63)
     r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
@@ -4874,7 +4886,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
         raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
     if wrapper.options.zero_outputs is None:
         stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
-        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, index="i")
+        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")
 
 
 # ======================================================================================================
@@ -5347,13 +5359,14 @@ class _CudaKernel(_CudaWrapper):
             elif package.platform == "cpu":  # the simulator
                 handler = package.compile_handler(self.kernel, argument_map, signature)
             else:
-                unproven = argument_map.names_of(argument_map.unproven_inputs(only_read, signature), self.parameters)
+                maybe_written = argument_map.maybe_written_inputs(only_read, signature)
+                unproven = argument_map.names_of(maybe_written, self.parameters)
                 compiler = _CudaCompiler(package, self.kernel, argument_map, signature, in_order, unproven)
                 handler = compiler.compile_kernel_and_handler()
             if checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
                 stored = argument_map.maybe_written_buffers(only_read)
-                _check_outputs_are_stored(self.title, buffer_of, stored, call, index="i")
+                _check_outputs_are_stored(self.title, buffer_of, stored, call, fix_index="i")
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
@@ -6388,7 +6401,7 @@ class _WarpKernel(_Wrapper):
         copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
         if len(names) != len(call.buffers):
-            self._reject_separate_outputs(call)
+            self._check_no_separate_outputs(call)
             n_outs = len(call.buffers) - n_in - len(copied)
             raise self._wrong_arity(
                 f"got {_counted(n_in + len(self.fixed), 'input')} and {_counted(n_outs, 'output')}, including scratch. "
