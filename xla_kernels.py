@@ -836,7 +836,7 @@ def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
 #
 #     object               lives                                  kept alive by
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
-#     kernel               as long as its wrappers                its wrappers; `_WarpTarget`
+#     kernel               as long as its wrappers                its wrappers; `_WarpLaunch`
 #     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
 #     captured values      forever, if the target can be shared   the keys of `_TargetRegistry.shared_names`
 #     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
@@ -872,10 +872,10 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_update_hash(kernel)`
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_updated_kernel_key(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
-    launch_layout: str = ""  # for Warp, which words of the attribute `launch` are replaced by pointers (10.4)
+    launch_layout: str = ""  # for Warp, which words of the launch attribute are replaced by pointers (10.4)
     fingerprint: _Fingerprint = _Fingerprint("", ())  # of a Numba kernel; the registry adds it
 
     def base_name(self) -> str:
@@ -1021,29 +1021,29 @@ _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Target:
-    """The target name and the attribute `launch` of a custom call.  They do not depend on batch dimensions.
+    """The target name and the launch attribute of a custom call.  They do not depend on batch dimensions.
 
     A target must not refer to its wrapper.  JAX's caches hold targets under a weak reference to the wrapper.  A strong
     reference back would keep both forever.
     """
 
     name: str
-    launch: tuple[int, ...] = ()  # Numba CUDA: the fields of a `_LaunchConfig`.  Warp: the words of a launch (10.4)
+    launch_attribute: tuple[int, ...] = ()  # Numba CUDA: the fields of a `_LaunchConfig`.  Warp: see 10.4
     is_noop: bool = False  # whether no thread runs, because the grid is empty
-    platform: str | None = None  # None for a `_WarpTarget`, which is for all platforms of Warp
+    platform: str | None = None  # None for a `_PendingWarpTarget`
     # Parts of error messages:
     title: str = ""  # the wrapper, such as "numba_kernel 'add'"
     platform_phrase: str = ""  # such as "runs on CPUs"
     derivative_advice: str = ""  # how to get a derivative
 
     def __repr__(self) -> str:
-        return f"{self.name}{self.launch}"
+        return f"{self.name}{self.launch_attribute}"
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
         """Check the platform, finish the compilation and registration for it, and return the target to call.
 
         A Numba kernel was registered when its call was traced, so return `self`.  For a batch on a GPU, also compile
-        the kernel for a batch launch.  `_WarpTarget` overrides this method, and registers a target.
+        the kernel for a batch launch.  `_PendingWarpTarget` overrides this method, and registers a target.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
@@ -1056,7 +1056,7 @@ class _Target:
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
             try:
-                compiled.batch_launch.ensure_compiled(self.launch)
+                compiled.batch_launch.ensure_compiled(self.launch_attribute)
             except Exception as error:
                 _log_per_slice_fallback(self.title, error)
         return self
@@ -1552,7 +1552,7 @@ def _lower_custom_call(
         extra_attributes=attributes,
     )
     ctx = ctx.replace(avals_in=operand_avals, avals_out=result_avals)
-    results = lower(ctx, *operands, launch=np.array(target.launch, np.int64))
+    results = lower(ctx, *operands, launch=np.array(target.launch_attribute, np.int64))
     return results[: len(call.outs)]
 
 
@@ -4589,8 +4589,8 @@ class _FunctionAnalysis:
         is_cpp = getattr(function, "native_snippet", None)
         for name, warp_type in _parameter_types(function).items():
             if max_ndim := _max_ndim(warp_type):
-                is_array = hasattr(warp_type, "ndim")  # otherwise it is a struct, `Any` or a reference
-                self.views[name] = {_View(name, max_ndim, maybe_struct=not is_array)}
+                # If it is not an array, it is a struct, `Any` or a reference.
+                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_warp_array(warp_type))}
                 if is_cpp or _is_reference(warp_type):
                     self.maybe_stored.append(name)
 
@@ -4768,13 +4768,18 @@ def _effect(callee: Any) -> _Effect:
     if not _is_warp_function(callee):  # for example, a function that is an argument
         return _Effect.UNKNOWN
     warp_types = [warp_type for overload in (callee, *callee.overloads) for warp_type in overload.input_types.values()]
-    takes_arrays = any(warp_type is Any or hasattr(warp_type, "ndim") for warp_type in warp_types)
+    takes_arrays = any(warp_type is Any or _is_warp_array(warp_type) for warp_type in warp_types)
     return _EFFECTS.get(callee.key, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
 
 
 def _loaded_module(name: str) -> Any:
     """Return a module of Warp, which its kernels have loaded.  This is faster than an import statement."""
     return sys.modules[name]
+
+
+def _is_warp_array(warp_type: Any) -> bool:
+    """Return whether the type of a parameter is an array: `wp.array`, or another class such as `wp.indexedarray`."""
+    return hasattr(warp_type, "ndim")
 
 
 def _is_warp_function(value: Any) -> bool:
@@ -5372,7 +5377,7 @@ class _CudaKernel(_CudaWrapper):
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
         key = argument_map, in_order, checks_outputs
         target = self._target(package, signature, compile_handler, freezes_globals=freezes_globals, key=key)
-        target = dataclasses.replace(target, launch=tuple(config), is_noop=0 in config.grid)
+        target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
             # Lowering compiles batch launches.  A program that another process exported is never lowered here, and it
             # may call a named target.  So compile now.  This does nothing without a GPU, or if it was done before.
@@ -6148,15 +6153,25 @@ class _CudaBatchLaunch:
 # ======================================================================================================
 # 10. Warp: a wrapper with a derivative, and an emitter that calls Warp's code on CPUs and GPUs.
 #
+# A call of a `warp_kernel`, from the user to XLA:
+#
+#     `_WarpKernel.__call__`                    separates the arrays from the values that are passed by value
+#     `_WarpKernel._find_target`                checks the arrays, and the kernel's stores to them (section 8)
+#     `_PendingWarpTarget.prepare_lowering`     registers a handler, when the platform is known:
+#       `_WarpLaunch.record`                      Warp compiles the kernel, and records a launch of it
+#       `_WarpEmitter`                            writes a handler that repeats this launch with the buffers of a call
+#
+# If JAX differentiates the call, `_WarpKernel._backward` takes the last three steps for Warp's adjoint of the kernel.
+#
 # A new version of Warp is supported if all tests named test_warp pass: so far 1.14, 1.16, 1.18 and 1.19.  These depend
 # on Warp's internals, and only a change of the first shows as an error:
 #
-#     attributes of kernels, modules and types              `_parse_parameter`, `_update_hash`
-#     options that the hash of a kernel does not cover      `_update_hash`
+#     attributes of kernels, modules and types              `_parse_parameter`, `_updated_kernel_key`
+#     options that the hash of a kernel does not cover      `_updated_kernel_key`
 #     when Warp evaluates `wp.static`                       `_warn_of_deferred_static`
-#     how a launch is recorded, packed and run              `_record_launch`, `_packed_parameters`
-#     the grid of a launch                                  `_WarpTarget.cuda_launch_config`
-#     which launches need more than one kernel launch       `_check_recorded_launch`
+#     how a launch is recorded, packed and run              `_WarpLaunch.record`, `_packed_parameters`
+#     the grid of a launch                                  `_WarpLaunch.cuda_launch_config`
+#     which launches need more than one kernel launch       `_WarpLaunch._check_recorded`
 #     tiles on CPUs have one memory for all threads         `_WarpEmitter`
 #     kernels with a loop over the grid do not use its z    10.5, test_warp_batch_is_one_launch
 
@@ -6415,46 +6430,49 @@ class _WarpKernel(_Wrapper):
             else:
                 role = "output" if buffer < n_in + len(call.outs) else "scratch"
             self.warp_params[name].check_array(spec, role)
+        source = _warp_source(self.kernel)
         # {parameter: index of its last buffer}: the output of an in-out argument, and the copy of an input.
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
-        _check_stores(self, call, _warp_source(self.kernel), buffer_of)
+        _check_stores(self, call, source, buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
-        return self._make_target(call, {(name, "data"): buffer for name, buffer in buffer_of.items()}, call.ins)
+        return self._make_target(call, [_WarpArray(name, "data") for name in names], call.ins, source)
 
     def _make_target(
-        self, call: _CallParams, buffer_of: Mapping[tuple[str, str], int], user_ins: Sequence[Spec]
-    ) -> _WarpTarget:
+        self, call: _CallParams, arrays: Sequence[_WarpArray], user_ins: Sequence[Spec], source: _WarpSource
+    ) -> _PendingWarpTarget:
         """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
           call: the call, without a target.
-          buffer_of: {(parameter, "data" or "grad"): index of the buffer of the array or of its gradient}.
+          arrays: the array in each buffer of the call.  If an array has several buffers, Warp gets the last one.
           user_ins: the specs of the user's inputs, for options that are functions.
+          source: the facts about the kernel's source (section 8).
         """
-        arrays = []
-        for (name, field), buffer in buffer_of.items():
-            dims = self.warp_params[name].array_dims(call.buffers[buffer].shape)
-            arrays.append(_WarpArray(name, field, buffer, dims))
-        launch_dims = self._launch_dims(user_ins, {array.parameter: array.dims for array in arrays})
-        derivative_advice = "Pass differentiable=True for reverse mode, if the kernel only writes to new outputs. "
-        if self.options.differentiable:
-            derivative_advice = "differentiable=True gives only first derivatives, in reverse mode. "
-        target = _WarpTarget(
-            self.__name__,
-            is_noop=0 in launch_dims,
+        buffer_of = {array: buffer for buffer, array in enumerate(arrays)}
+        array_dims = {
+            name: self.warp_params[name].array_dims(call.buffers[buffer].shape)
+            for (name, _), buffer in buffer_of.items()
+        }
+        launch_dims = self._launch_dims(user_ins, array_dims, source)
+        launch = _WarpLaunch(
             title=self.title,
-            platform_phrase="runs on CPUs, and on NVIDIA GPUs where JAX has one",
-            derivative_advice=derivative_advice,
             kernel=self.kernel,
             fixed=self.fixed,
-            key=(_update_hash(self.kernel), *map(_value_key, self.fixed.values())),
-            arrays=tuple(arrays),
+            array_dims=array_dims,
+            key=(_updated_kernel_key(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
+            array_buffers=tuple(buffer_of.items()),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
-            uses_tiles=_warp_source(self.kernel).uses_tiles,
+            uses_tiles=source.uses_tiles,
+        )
+        target = _PendingWarpTarget(
+            self.__name__,
+            is_noop=0 in launch_dims,
+            title=self.title,
+            launch=launch,
             signature=call.signature(self.__name__),
-            given_name=self.options.name,
+            requested_name=self.options.name,
             in_order=self.options.in_order,
         )
         # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
@@ -6468,14 +6486,16 @@ class _WarpKernel(_Wrapper):
 
     # -- launch dimensions -----------------------------------------------------------------------------
 
-    def _launch_dims(self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    def _launch_dims(
+        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]], source: _WarpSource
+    ) -> tuple[int, ...]:
         """Return the dimensions of a launch in threads, or in blocks if it is tiled.
 
         `array_dims` has the dimensions of each array, without those of its elements.
         """
         launch_dims = self._option_value("launch_dims", user_ins)
         if launch_dims is None:
-            launch_dims = self._default_launch_dims(user_ins, array_dims)
+            launch_dims = self._default_launch_dims(user_ins, array_dims, source.n_indices)
         most_dims = _WARP_MAX_DIMS - 1 if self.options.tiled else _WARP_MAX_DIMS
         rule = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
@@ -6485,14 +6505,13 @@ class _WarpKernel(_Wrapper):
         dims = _ints(launch_dims, rule)
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(rule)
-        source = _warp_source(self.kernel)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
         if source.n_indices and not (self.options.tiled or source.uses_tiles):
             _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), source.n_indices, "wp.tid()")
         return dims
 
     def _default_launch_dims(
-        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]]
+        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]], n_indices: int
     ) -> tuple[int, ...]:
         """Return the dimensions of the first array, which must be as many as the indices of `wp.tid()`.
 
@@ -6513,7 +6532,7 @@ class _WarpKernel(_Wrapper):
                     f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
         launch_text = f"launch_dims is missing, and the shape of the first array, {first_dims},"
-        _check_n_indices(self.title, launch_text, n_dims, _warp_source(self.kernel).n_indices, "wp.tid()")
+        _check_n_indices(self.title, launch_text, n_dims, n_indices, "wp.tid()")
         return first_dims
 
     # -- derivatives -----------------------------------------------------------------------------------
@@ -6533,55 +6552,55 @@ class _WarpKernel(_Wrapper):
     def _backward(self, residuals: Any, cotangents: Sequence) -> tuple:
         """Launch the adjoint, and return the cotangents of the inputs."""
         args, outs = residuals
-        call = self._adjoint_call(_input_specs(args), _input_specs(outs))
-        results = call.bind(_make_varying([*args, *outs, *(cotangents[j] for j in _float_indices(outs))]))
-        float_inputs = _float_indices(args)
-        gradients = results[len(results) - len(float_inputs) :]  # the last n; not [-n:], because n may be 0
-        cotangents_of_args: list[Any] = [None] * len(args)  # for JAX, None is zero
-        for i, gradient in zip(float_inputs, gradients, strict=True):
-            cotangents_of_args[i] = _sharded_like(gradient, jax.typeof(args[i]))
-        return tuple(cotangents_of_args)
+        call, operands, gradients = self._adjoint_call(_input_specs(args), _input_specs(outs))
+        data = dict(zip(self.parameters, [*args, *outs], strict=True))
+        cotangent_of = dict(zip(self.parameters[len(args) :], cotangents, strict=True))
+        values = [data[name] if field == "data" else cotangent_of[name] for name, field in operands]
+        results = call.bind(_make_varying(values))
+        gradient_of = dict(zip(gradients, results[-len(gradients) :]))
+        return tuple(
+            _sharded_like(gradient_of[name], jax.typeof(x)) if name in gradient_of else None  # for JAX, None is zero
+            for name, x in zip(self.parameters, args)
+        )
 
-    def _adjoint_call(self, args: list[Spec], outs: list[Spec]) -> _CallParams:
-        """Return the call of the adjoint.
+    def _adjoint_call(self, args: list[Spec], outs: list[Spec]) -> tuple[_CallParams, list[_WarpArray], list[str]]:
+        """Return the call of the adjoint, its operands, and the inputs whose gradients are its last results.
 
-        For `kernel(x, out)`, it is (x, out, d_out) -> (out', d_out', d_x).  Warp's adjoint adds to d_x, the gradient of
-        the input.  It may overwrite out, and overwrites the cotangent d_out, so both are aliased to results.
+        For example, the buffers of the adjoint of `kernel(x, out)` are, with `d_x` for the gradient of `x`:
+
+            index          0          1          2          3              4              5
+            array          x          out        d_out      out            d_out          d_x
+            role           operand    operand    operand    overwritten    overwritten    gradient
+            starts with                                     buffer 1       buffer 2       zeros
+
+        Warp's adjoint overwrites the cotangents, such as `d_out`, and may overwrite the arrays to which the kernel
+        stores.  It adds to the gradients of the inputs.
         """
-        names = self.parameters
+        spec_of = dict(zip(self.parameters, [*args, *outs], strict=True))
+        floats = [name for name, spec in spec_of.items() if jax.dtypes.issubdtype(spec.dtype, np.floating)]
+        gradients = [name for name in self.parameters[: len(args)] if name in floats]
         source = _warp_source(self.kernel)
         # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them, so
         # each array with a store counts as overwritten.
-        maybe_stored = names if source.has_unanalyzed_code else source.stores
-        # The specs of the arrays by (parameter, field), as in `_WarpArray`.
-        data = {(name, "data"): spec for name, spec in zip(names, [*args, *outs], strict=True)}
-        cotangents = {(names[len(args) + j], "grad"): outs[j] for j in _float_indices(outs)}
-        gradients = {(names[i], "grad"): args[i] for i in _float_indices(args)}
-        operands = data | cotangents
-        overwritten = {key: operands[key] for key in operands if key in cotangents or key[0] in maybe_stored}
-        results = overwritten | gradients  # in this order
-        operand_number = {key: number for number, key in enumerate(operands)}
+        maybe_stored = self.parameters if source.has_unanalyzed_code else source.stores
+        operands = [_WarpArray(name, "data") for name in self.parameters]
+        operands += [_WarpArray(name, "grad") for name in floats if name not in gradients]
+        overwritten = [x for x in operands if x.field == "grad" or x.parameter in maybe_stored]
+        results = overwritten + [_WarpArray(name, "grad") for name in gradients]
         call = _CallParams(
-            ins=tuple(operands.values()),
-            outs=tuple(results.values()),
+            ins=tuple(spec_of[x.parameter] for x in operands),
+            outs=tuple(spec_of[x.parameter] for x in results),
             scratch=(),
-            aliases=tuple((operand_number[key], result) for result, key in enumerate(overwritten)),
-            zeroed=tuple(range(len(overwritten), len(results))),  # the gradients, to which the adjoint adds
+            aliases=tuple((operands.index(x), result) for result, x in enumerate(overwritten)),
+            zeroed=tuple(range(len(overwritten), len(results))),
             has_side_effect=self.options.has_side_effect,
         )
-        # An overwritten array has two buffers, an operand and a result, with the same memory.  The result counts.
-        buffer_of = {key: buffer for buffer, key in enumerate([*operands, *results])}
-        target = self._make_target(call, buffer_of, args)
-        _warn_of_wrong_gradients(self.kernel, {name for name, _ in cotangents | gradients}, self.title)
-        return dataclasses.replace(call, target=target)
+        target = self._make_target(call, operands + results, args, source)
+        _warn_of_wrong_gradients(self.kernel, set(floats), self.title)
+        return dataclasses.replace(call, target=target), operands, gradients
 
 
-def _float_indices(arrays: Sequence[Any]) -> list[int]:
-    """Return the indices of the arrays with a floating-point dtype."""
-    return [i for i, x in enumerate(arrays) if jax.dtypes.issubdtype(x.dtype, np.floating)]
-
-
-# -- 10.2 Warp itself: import, silence, types ----------------------------------------------------------
+# -- 10.2 Warp itself: its lock and its types ----------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -6620,10 +6639,9 @@ def jaxtype_to_warptype(dtype: Any) -> Any:
       'float32'
     """
     wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
-    scalars = {np.dtype(name): getattr(wp, name) for name in _WARP_DTYPES}
     try:
-        return scalars[np.dtype(dtype)]
-    except (KeyError, TypeError):
+        return wp.dtype_from_jax(np.dtype(dtype))
+    except TypeError:
         known = ", ".join(_WARP_DTYPES)
         raise ValueError(
             f"Warp has no scalar type for dtype {dtype!r}. Cast the array to one of: {known}. Pass complex numbers as "
@@ -6657,7 +6675,7 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
     return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
 
 
-# -- 10.3 The parameters of a kernel, and its content --------------------------------------------------
+# -- 10.3 A kernel: its parameters, its code and its stores --------------------------------------------
 
 
 @dataclasses.dataclass
@@ -6784,18 +6802,20 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     """Return the `_WarpParam` for one of `kernel.adj.args`, or raise an error if its type is not supported."""
     title = f"warp_kernel {kernel.func.__name__!r}: argument {argument.label!r}"
     warp_type = argument.type
-    scalars = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
-    scalars |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
-    is_array = isinstance(warp_type, wp.array) or getattr(warp_type, "_concrete_cls", None) is wp.array
+    # The type is a wp.array or, for wp.array2d[float], an annotation that refers to this class.
+    is_array = getattr(warp_type, "_concrete_cls", type(warp_type)) is wp.array
     element = warp_type.dtype if is_array else warp_type
-    dtype = scalars.get(getattr(element, "_wp_scalar_type_", element))
+    dtypes = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
+    dtypes |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
+    dtype = dtypes.get(getattr(element, "_wp_scalar_type_", element))
     # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
     # arrays, whose pointers the handler would not replace.
     is_struct_value = _is_warp_struct(element) and not _max_ndim(warp_type)
     if dtype is None and not is_struct_value:
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
-            f"Got {getattr(element, 'key', warp_type)!r}. Give the kernel a parameter for each field or array."
+            f"Got {getattr(warp_type, 'key', warp_type)!r}. Instead of a struct, give the kernel a parameter for each "
+            f"field. Instead of an indexedarray, pass {argument.label}[indices]."
         )
     element_shape = tuple(getattr(element, "_shape_", ()))
     ndim = warp_type.ndim if is_array else 0
@@ -6820,27 +6840,26 @@ def _warp_options(kernel: Any) -> dict[str, Any]:
     return kernel.module.resolve_options(sys.modules["warp"].config) | kernel.options
 
 
-def _update_hash(kernel: Any) -> tuple[str, ...]:
-    """Let Warp update a kernel's hash (0.06 ms).  Return a key of all that decides the kernel's machine code.
+def _updated_kernel_key(kernel: Any) -> tuple[str, ...]:
+    """Let Warp hash a kernel again (0.06 ms), and return a key of all that decides the kernel's machine code.
 
-    The update also sets `grid_stride` of all kernels of the module, and lets Warp try a failed build again.
-    The key contains the module's name, because Warp builds each module on its own.
+    This also sets `grid_stride` of all kernels of the module, and lets Warp try a failed build again.  The key contains
+    the module's name, because Warp builds each module on its own.
     """
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
         kernel.module.get_module_hash()
-        options = _warp_options(kernel)
-        options["block_dim"] = None  # in Warp 1.14, the options contain the block_dim of the last launch
+        options = _warp_options(kernel) | {"block_dim": None}  # in Warp 1.14, that of the last launch
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {`_update_hash(kernel)`: `_WarpSource`}
+_WARP_SOURCES = _BoundedCache()  # {`_updated_kernel_key(kernel)`: `_WarpSource`}
 
 
 def _warp_source(kernel: Any) -> _WarpSource:
-    """Return the stores of a kernel, and other facts about its source."""
-    key = _update_hash(kernel)
+    """Return the stores of a kernel as it is now, and other facts about its source (section 8)."""
+    key = _updated_kernel_key(kernel)
     return _WARP_SOURCES.get(key) or _WARP_SOURCES.keep(key, _WarpSource(kernel))
 
 
@@ -6863,7 +6882,7 @@ def _warp_source(kernel: Any) -> _WarpSource:
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
     """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
-    The caller has updated the kernels of the module (`_update_hash`).
+    The caller has let Warp hash the kernels of the module again (`_updated_kernel_key`).
     """
     has_deferred_static = kernel.adj.has_unresolved_static_expressions
     was_built = bool(kernel.adj.deferred_static_expressions)
@@ -6886,12 +6905,13 @@ def _captured_key(function: Any) -> tuple:
     return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
-# -- 10.4 A launch, as Warp records it -----------------------------------------------------------------
-# Warp packs the arguments of a launch into blocks of memory, one for each parameter of the compiled function.  Their
-# layout differs between versions of Warp, so nothing is assumed about it:
+# -- 10.4 A launch: recorded by Warp, repeated by the handler ------------------------------------------
+# Warp packs the arguments of a launch into the parameters of the compiled function.  Their layout differs between
+# versions of Warp, so nothing is assumed about it:
 #
 #     trace or lower   Warp records a launch with the real shapes and values, and with unusual numbers (placeholders)
-#                      as the pointers to buffers.  Its blocks, as words of 8 bytes, go into the launch attribute.
+#                      as the pointers to buffers.  The packed parameters, as words of 8 bytes, go into the launch
+#                      attribute.  On GPUs, a `_LaunchConfig` precedes them.
 #     call             The handler copies these words.  For each slice, it replaces each placeholder by the pointer
 #                      to the buffer, and calls the compiled function (CPU) or cuLaunchKernel (GPU).
 #
@@ -6899,7 +6919,7 @@ def _captured_key(function: Any) -> tuple:
 # next, or 0 if all slices share the buffer.
 
 
-def _placeholder(buffer: int, is_step: bool) -> int:
+def _placeholder_word(buffer: int, is_step: bool) -> int:
     """Return the placeholder of the pointer to a buffer, or of its step.
 
     The number is so unusual that no other word of a launch equals it by accident.  As a pointer, it is aligned to 16
@@ -6909,7 +6929,7 @@ def _placeholder(buffer: int, is_step: bool) -> int:
 
 
 class _Placeholder(NamedTuple):
-    """The place of a placeholder among the words of a launch."""
+    """The place of a placeholder among the words of a launch.  Target names contain a hash of its `repr`."""
 
     position: int  # index of the word
     buffer: int  # index of the buffer
@@ -6920,112 +6940,63 @@ class _WarpArray(NamedTuple):
     """An array that a launch passes to a kernel, or the gradient of an array that it passes to the adjoint."""
 
     parameter: str  # the name of the kernel's parameter
-    field: str  # of Warp's array for that parameter: "data" or "grad"
-    buffer: int  # index of the buffer in the call
-    dims: tuple[int, ...]  # without those of vectors and matrices
+    field: str  # "data" or, for the gradient, "grad": a field of the `wp.array` for this parameter
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class _WarpTarget(_Target):
-    """A target that is not registered yet: the launch of a kernel, or of its adjoint, with its shapes and values.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WarpLaunch:
+    """The launch of a kernel, or of its adjoint, with its shapes and values, on any device."""
 
-    When the platform is known, `prepare_lowering` records the launch, registers a handler, and returns a `_Target` with
-    the registered name.  Here, `name` is only for messages.
-    """
-
+    title: str  # the wrapper, such as "warp_kernel 'f'"
     kernel: Any = dataclasses.field(compare=False)
     fixed: Mapping[str, Any] = dataclasses.field(compare=False)  # values, and None for null arrays
-    key: tuple  # compared instead of the kernel and the fixed values
-    arrays: tuple[_WarpArray, ...]
+    array_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(compare=False)  # without those of elements
+    key: tuple  # compared instead of the kernel, the fixed values and the dimensions
+    array_buffers: tuple[tuple[_WarpArray, int], ...]  # (array, index of its buffer)
     launch_dims: tuple[int, ...]
     block_dim: int
     is_tiled: bool  # whether `launch_dims` counts blocks
     uses_tiles: bool  # whether the kernel calls builtins for tiles
-    signature: _Signature
-    given_name: str | None  # the user's `name=`
-    in_order: bool
     is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
-    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
-        """Record the launch on a platform, register a handler, and return its target.
-
-        For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
-        """
-        devices = ["cpu"] if platform == "cpu" else []
-        if platform == "cuda":
-            devices = [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]
-        if not devices:
-            return super().prepare_lowering(platform)  # raises an error: unsupported platform
-        if platform == "cuda" and has_batch:
-            try:
-                return self._for_batch_launch()._register(platform, devices)
-            except Exception as error:
-                _log_per_slice_fallback(self.title, error)
-        return self._register(platform, devices)
-
-    def _register(self, platform: str, devices: Sequence[str]) -> _Target:
-        """Record the launch on these devices, and register a handler."""
-        # Warp may make the context of another device current.
-        context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
-        with _warp_session() as wp, context:
-            emitter = _WarpEmitter(self, [self._record_launch(wp, device) for device in devices])
-            # Update the hash again, because the kernel may have changed since it was traced.
-            options = "warp", self.in_order, _update_hash(self.kernel), self.block_dim
-            layout = str((platform, emitter.param_sizes, emitter.placeholders))
-            specialization = _Specialization(self.signature, options, platform, self.given_name, layout)
-
-            def compile_handler() -> _CompiledHandler:
-                _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
-                return _compile_handler(self.signature, emitter)
-
-            name = _REGISTRY.warp_target_name(specialization, compile_handler)
-        return _Target(name, emitter.launch, platform=platform, title=self.title, platform_phrase=self.platform_phrase)
-
-    def _for_batch_launch(self) -> _WarpTarget:
+    def for_batch(self) -> _WarpLaunch:
         """Return the launch of the batch kernel (10.5)."""
-        if self.in_order:
-            raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
-        # One batch kernel serves arrays of all shapes, so its key in the cache has no dimensions.
-        arrays = tuple(array._replace(dims=()) for array in self.arrays)
-        return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, arrays), is_batch_launch=True)
+        return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, self.array_buffers), is_batch_launch=True)
 
     # -- recording -------------------------------------------------------------------------------------
 
-    def _record_launch(self, wp: Any, device: str) -> Any:
-        """Return Warp's record of a launch on a device, with placeholders.  This compiles and loads the kernel."""
+    def record(self, wp: Any, device: str) -> Any:
+        """Return Warp's record of the launch on a device, with placeholders.  This compiles and loads the kernel."""
         warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
-        arguments, gradients = self._launch_arguments(wp, warp_types, device)
+        arguments, gradients = self._arguments_and_gradients(wp, warp_types, device)
         block_dim = 1 if device == "cpu" else self.block_dim
         dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
         if gradients:
             self._check_has_adjoint()
             # Warp expects a gradient for each parameter.  That of a value is zero and not used.
-            adjoint_inputs = [gradients.get(name) if _max_ndim(t) else t() for name, t in warp_types.items()]
+            adjoint_inputs = [gradients.get(name) if _is_warp_array(t) else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
-            command = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
+            recorded = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
         except Exception as error:
             error.add_note(f"This was raised for {self.title}.")
             raise
-        self._check_recorded_launch(wp, command, device)
-        return command
+        self._check_recorded(wp, recorded, device)
+        return recorded
 
-    def _launch_arguments(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
+    def _arguments_and_gradients(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
         """Return {parameter: argument} and {parameter: gradient}, with placeholders as the pointers of arrays."""
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
         # The gradients come first, because Warp's array of the data refers to its gradient.
-        for name, field, buffer, dims in sorted(self.arrays, key=lambda array: array.field != "grad"):
-            pointer = _placeholder(buffer, is_step=False)
-            dtype = warp_types[name].dtype
-            array = wp.array(ptr=pointer, shape=dims, dtype=dtype, device=device, grad=gradients.get(name))
-            if field == "grad":
-                gradients[name] = array
-            else:
-                arguments[name] = array
+        for (name, field), buffer in sorted(self.array_buffers, key=lambda item: item[0].field != "grad"):
+            pointer = _placeholder_word(buffer, is_step=False)
+            dims, dtype = self.array_dims[name], warp_types[name].dtype
+            passed = gradients if field == "grad" else arguments
+            passed[name] = wp.array(ptr=pointer, shape=dims, dtype=dtype, device=device, grad=gradients.get(name))
             if self.is_batch_launch:
-                arguments[_STEP.format(buffer)] = _placeholder(buffer, is_step=True)
+                arguments[_STEP.format(buffer)] = _placeholder_word(buffer, is_step=True)
         return arguments, gradients
 
     def _check_has_adjoint(self) -> None:
@@ -7035,16 +7006,16 @@ class _WarpTarget(_Target):
                 "of the kernel or of its module. Decorate the kernel with @wp.kernel(enable_backward=True)."
             )
 
-    def _check_recorded_launch(self, wp: Any, command: Any, device: str) -> None:
+    def _check_recorded(self, wp: Any, recorded: Any, device: str) -> None:
         """Raise an error if the kernel was not built, or if Warp needs more than one plain kernel launch."""
-        if command is None:  # some versions of Warp report a failed build only once
+        if recorded is None:  # some versions of Warp report a failed build only once
             raise RuntimeError(
                 f"{self.title}: Warp cannot build kernel {self.kernel.key!r}. It has reported the error before, in its "
                 "first exception or its output."
             )
-        if type(command).__name__ != "Launch":
+        if type(recorded).__name__ != "Launch":
             feature = "Warp's deterministic mode"
-        elif getattr(command, "cluster_dim", 1) != 1:
+        elif getattr(recorded, "cluster_dim", 1) != 1:
             feature = "clusters"
         elif device == "cpu" and getattr(wp.config, "enable_cpu_blocks", False) and (self.is_tiled or self.uses_tiles):
             feature = "wp.config.enable_cpu_blocks"
@@ -7059,10 +7030,10 @@ class _WarpTarget(_Target):
 
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
-        is_step_values = (False, True) if self.is_batch_launch else (False,)
-        meaning_of = {
-            _placeholder(x.buffer, is_step): (x.buffer, is_step) for x in self.arrays for is_step in is_step_values
-        }
+        meaning_of = {}  # {placeholder: (buffer, is_step)}
+        for _, buffer in self.array_buffers:
+            for is_step in (False, True) if self.is_batch_launch else (False,):
+                meaning_of[_placeholder_word(buffer, is_step)] = buffer, is_step
         if not meaning_of.keys() <= set(words):
             raise NotImplementedError(
                 f"{self.title}: this version of Warp passes arrays in an unknown way. Use another version of Warp, or "
@@ -7070,10 +7041,10 @@ class _WarpTarget(_Target):
             )
         return tuple(_Placeholder(i, *meaning_of[word]) for i, word in enumerate(words) if word in meaning_of)
 
-    def cuda_launch_config(self, command: Any, shared_mem: int) -> _LaunchConfig:
+    def cuda_launch_config(self, recorded: Any, shared_mem: int) -> _LaunchConfig:
         """Return the launch configuration.  This copies `wp_cuda_launch_kernel` of warp.cu."""
         threads_per_block = self.block_dim
-        n_threads = command.bounds.size
+        n_threads = recorded.bounds.size
         if n_threads % threads_per_block and self.uses_tiles:
             raise ValueError(
                 f"{self.title}: all {threads_per_block} threads of a block work on a tile. "
@@ -7081,7 +7052,7 @@ class _WarpTarget(_Target):
                 "that launch_dims counts blocks."
             )
         grid_x = n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
-        # `_update_hash` updates `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        # `_updated_kernel_key` sets `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
             grid_x = min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)  # the other blocks are along y
         grid = grid_x, -(-n_blocks // grid_x), 1
@@ -7089,94 +7060,144 @@ class _WarpTarget(_Target):
         return _LaunchConfig(*grid, *block, shared_mem)
 
 
-def _packed_parameters(command: Any) -> list[bytes]:
-    """Return the memory of each parameter of a recorded launch, padded to words of 8 bytes.
+def _packed_parameters(recorded: Any) -> list[bytes]:
+    """Return the packed parameters of a recorded launch, each padded to words of 8 bytes.
 
     On CPUs, Warp packs the parameters only when a launch runs.  So we run the launch with a Python function in place
     of the kernel, which keeps what it gets.
     """
-    parameters = command.params  # ctypes objects
-    if command.device.is_cpu:
+    parameters = recorded.params  # ctypes objects
+    if recorded.device.is_cpu:
         parameters = []
 
         def keep_parameters(*args: Any) -> None:
             parameters.extend(getattr(arg, "_obj", arg) for arg in args)  # `_obj` of what ctypes.byref returns
 
-        dry_run = copy.copy(command)
+        dry_run = copy.copy(recorded)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
-    blocks = [bytes(parameter) for parameter in parameters]
-    return [block + b"\0" * (-len(block) % 8) for block in blocks]
+    return [bytes(parameter) + bytes(-ctypes.sizeof(parameter) % 8) for parameter in parameters]
 
 
 class _WarpEmitter(_Emitter):
     """An emitter of code that copies the words of a launch, and for each slice replaces placeholders and launches."""
 
-    def __init__(self, target: _WarpTarget, commands: Sequence[Any]) -> None:
+    def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any], label: str, in_order: bool) -> None:
         """Read the recorded launches, one for each device of a platform.  All pass the same words."""
-        command = commands[0]
-        direction = "backward" if command.adjoint else "forward"
-        self.commands = commands  # keeps Warp's modules loaded
+        first = recorded[0]
+        direction = "backward" if first.adjoint else "forward"
+        self.recorded = recorded  # keeps Warp's modules loaded
         # The address of the compiled function on each device.  If there was none, `wp.launch` has raised an error.
-        entries: list[Any] = [ctypes.cast(getattr(x.hooks, direction), _PTR).value for x in commands]
-        params_memory = _packed_parameters(command)
-        self.words = tuple(memoryview(b"".join(params_memory)).cast("q").tolist())
-        self.param_sizes = tuple(len(memory) // 8 for memory in params_memory)  # in words
-        self.placeholders = target.placeholders_in(self.words)
-        self.is_batch_launch = target.is_batch_launch
-        if command.device.is_cpu:
-            self._init_for_cpu(target, entries[0])
-        else:
-            config = target.cuda_launch_config(command, getattr(command.hooks, f"{direction}_smem_bytes"))
-            self._init_for_cuda(target, entries, config)
-
-    def _init_for_cpu(self, target: _WarpTarget, entry: int) -> None:
-        self.launch = self.words  # the launch attribute
-        self.kernel_address = entry  # `_compile_handler` copies it to the handler's data
-        self.in_order = target.in_order or target.uses_tiles  # on GPUs, the stream orders the slices
-        if target.uses_tiles:
+        addresses: list[Any] = [ctypes.cast(getattr(x.hooks, direction), _PTR).value for x in recorded]
+        parameters = _packed_parameters(first)
+        self.words = tuple(memoryview(b"".join(parameters)).cast("q").tolist())
+        self.param_sizes = tuple(len(parameter) // 8 for parameter in parameters)  # in words
+        self.placeholders = launch.placeholders_in(self.words)
+        self.is_batch_launch = launch.is_batch_launch
+        if not first.device.is_cpu:
+            config = launch.cuda_launch_config(first, getattr(first.hooks, f"{direction}_smem_bytes"))
+            self._init_for_cuda(addresses, label, config)
+            return
+        self.launch_attribute = self.words
+        self.kernel_address = addresses[0]  # `_compile_handler` copies it to the handler's data
+        self.in_order = in_order or launch.uses_tiles  # on GPUs, the stream orders the slices
+        if launch.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
             self.lock_address = _native_lock_address("tile_lock")
         # Handlers with this key share machine code.  On GPUs they share none, because the code contains addresses.
         self.code_key = "warp", self.param_sizes, self.placeholders
 
-    def _init_for_cuda(self, target: _WarpTarget, entries: Sequence[int], config: _LaunchConfig) -> None:
+    def _init_for_cuda(self, addresses: Sequence[int], label: str, config: _LaunchConfig) -> None:
+        self.launch_attribute = (*config, *self.words)
         self.libcuda = _LibCuda()
-        self.launch = (*config, *self.words)
-        functions = dict(zip(_cuda_ordinals(), entries, strict=True))
-        self.launcher = _CudaLauncher(target.signature.label, self.libcuda, functions, self.commands)
+        functions = dict(zip(_cuda_ordinals(), addresses, strict=True))
+        self.launcher = _CudaLauncher(label, self.libcuda, functions, self.recorded)
         self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
         if self.is_batch_launch:
-            for entry in entries:
-                if exceeded := self.libcuda.exceeded_limits_text(entry, config):  # it may need more registers
+            for function in addresses:
+                if exceeded := self.libcuda.exceeded_limits_text(function, config):  # it may need more registers
                     raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         is_cuda = self.libcuda is not None
-        offsets = list(itertools.accumulate(self.param_sizes, initial=0))[:-1]
-        n_words = len(self.words)
+        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
         words = ir.alloca(_I64, n_words)
         source = ir.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
         ir.copy_bytes(words, source, 8 * n_words)
         params = [words + 8 * offset for offset in offsets]  # the address of each parameter
-        write_launch = self.launcher.write_launch_setup(ir, frame) if is_cuda else None
 
         def replace_placeholders(arrays: Sequence[_KernelArray]) -> None:
             for position, buffer, is_step in self.placeholders:
                 value = buffers[buffer].step if is_step else arrays[buffer].pointer
                 ir.store(value, words + 8 * position)
 
-        if write_launch and self.is_batch_launch:
+        if not is_cuda:
+            with ir.each_slice(buffers, count) as arrays:
+                replace_placeholders(arrays)
+                ir.call(ir.handler_data.kernel_address, *params)
+            return
+        write_launch = self.launcher.write_launch_setup(ir, frame)
+        if self.is_batch_launch:
             with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
                 replace_placeholders(arrays)
                 write_launch(params, z=n_slices)
             return
         with ir.each_slice(buffers, count) as arrays:
             replace_placeholders(arrays)
-            if write_launch:
-                write_launch(params)
-            else:
-                ir.call(ir.handler_data.kernel_address, *params)
+            write_launch(params)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class _PendingWarpTarget(_Target):
+    """A launch without a registered handler yet, because the platform is not known.
+
+    `prepare_lowering` returns the registered `_Target` for a platform.  Here, `name` is only for messages.
+    """
+
+    launch: _WarpLaunch
+    signature: _Signature
+    requested_name: str | None  # the user's `name=`
+    in_order: bool
+    platform_phrase: str = "runs on CPUs, and on NVIDIA GPUs where JAX has one"
+    derivative_advice: str = "differentiable=True gives only first derivatives in reverse mode if all outputs are new. "
+
+    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
+        """Record the launch on a platform, register a handler, and return its target.
+
+        For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
+        """
+        devices = ["cpu"] if platform == "cpu" else []
+        if platform == "cuda":
+            devices = [f"cuda:{ordinal}" for ordinal in _cuda_ordinals()]
+        if not devices:
+            return super().prepare_lowering(platform)  # raises an error, because Warp has no device of the platform
+        if platform == "cuda" and has_batch:
+            try:
+                if self.in_order:
+                    raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
+                return self._register(self.launch.for_batch(), platform, devices)
+            except Exception as error:
+                _log_per_slice_fallback(self.title, error)
+        return self._register(self.launch, platform, devices)
+
+    def _register(self, launch: _WarpLaunch, platform: str, devices: Sequence[str]) -> _Target:
+        """Record a launch on these devices, and register a handler."""
+        # Warp may make the context of another device current.
+        context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
+        with _warp_session() as wp, context:
+            recorded = [launch.record(wp, device) for device in devices]
+            emitter = _WarpEmitter(launch, recorded, self.signature.label, self.in_order)
+            # A new key, because the kernel may have changed since it was traced.
+            options = "warp", self.in_order, _updated_kernel_key(launch.kernel), launch.block_dim
+            layout = str((platform, emitter.param_sizes, emitter.placeholders))
+            specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
+
+            def compile_handler() -> _CompiledHandler:
+                _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
+                return _compile_handler(self.signature, emitter)
+
+            name = _REGISTRY.warp_target_name(specialization, compile_handler)
+        return _Target(name, emitter.launch_attribute, platform=platform)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
@@ -7202,17 +7223,17 @@ _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
 # C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
-_BATCH_KERNELS = _BoundedCache()  # {(`_update_hash(kernel)`, arrays): batch kernel}
+_BATCH_KERNELS = _BoundedCache()  # {(`_updated_kernel_key(kernel)`, array_buffers): batch kernel}
 
 
-def _batch_kernel(kernel: Any, arrays: tuple[_WarpArray, ...]) -> Any:
-    """Return the kernel whose blocks with index z run slice z of these arrays and gradients."""
+def _batch_kernel(kernel: Any, array_buffers: tuple) -> Any:
+    """Return the kernel whose blocks with index z run slice z.  `array_buffers` is as in `_WarpLaunch`."""
     with _warp_session() as wp:
-        key = _update_hash(kernel), arrays
-        return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, arrays))
+        key = _updated_kernel_key(kernel), array_buffers
+        return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, array_buffers))
 
 
-def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> Any:
+def _create_batch_kernel(wp: Any, kernel: Any, array_buffers: tuple) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
     if _warp_source(kernel).has_unanalyzed_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
@@ -7225,7 +7246,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, arrays: Sequence[_WarpArray]) -> 
     if plain_copy.hash != kernel.hash:
         raise _BatchLaunchUnsupported("captured values have changed since Warp read them")
     moves = []
-    for name, field, buffer, _ in arrays:
+    for (name, field), buffer in array_buffers:
         move, step = _MOVE.format(buffer), _STEP.format(buffer)
         variables[move] = _move_function(wp, move, annotations[name], field)
         annotations[step] = wp.int64
@@ -7308,7 +7329,7 @@ class _GradientCheck:
         self.constants = _captured_variables(_py_func(function))  # and the values of constant local variables
         self.active = active  # the parameters with gradients, and the variables that are computed from them
         self.stale: set[str] = set()  # the stale variables
-        self.arrays = {x.label for x in function.adj.args if hasattr(x.type, "ndim")}  # no variables, but memory
+        self.arrays = {x.label for x in function.adj.args if _is_warp_array(x.type)}  # no variables, but memory
         tree = function.adj.tree.body[0]
         assignments = [x for x in ast.walk(tree) if isinstance(x, (ast.Assign, ast.AugAssign))]
         stores = sorted((x.end_lineno, name) for x in assignments for name in _assigned_names(x) & self.arrays)
