@@ -4447,11 +4447,11 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 # A store is of one of three kinds.  The kind does not say whether the statement runs:
 #
-#     kind         the statement or call                                           if an input is one of its arrays
-#     exact        stores to the array of one parameter                            an error
-#     possible     stores, or only reads: calls of C++ or unknown code,            an error
-#                  references.  To the array of one parameter, or of several
-#     ambiguous    stores to the array of one of several parameters                the kernel gets a copy of the input
+#     kind         the statement or call                                 for an input
+#     exact        stores to the array of one parameter                  an error
+#     ambiguous    stores to the array of one of several parameters      the kernel gets a copy (`_inputs_to_copy`)
+#     possible     may only read: a call of C++ code, of an unknown      an error, also if it is one of several arrays
+#                  function, or with a reference to an element
 #
 # The kernel gets a copy if the store is probably meant for another array.  Ambiguous stores occur in correct kernels,
 # such as those that swap two variables in a loop.  For a possible store, a copy would silently lose the values that C++
@@ -4475,12 +4475,14 @@ class _View(NamedTuple):
     """
 
     parameter: str  # the parameter that is the array, or a struct with it
-    max_ndim: float  # an upper bound of the ndim of the view, in a struct of the views in its fields; or `math.inf`
+    # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, or if an index
+    # may select an item of a tuple or an element that is a struct, which removes no dimension of the view.
+    max_ndim: float
     maybe_struct: bool  # whether the value may be a struct
 
 
 class _StoreKind(enum.IntEnum):
-    """The kinds of stores, in the order of the table above."""
+    """The kinds of stores in the table above.  Those that are errors for an input come first."""
 
     EXACT = 0
     POSSIBLE = 1
@@ -4510,231 +4512,7 @@ def _replace(views: Iterable[_View], **fields: Any) -> set[_View]:
     return {view._replace(**fields) for view in views}
 
 
-# -- 8.1 Views and stores ------------------------------------------------------------------------------
-
-
-class _WarpSource:
-    """The stores to the arrays of a Warp kernel, and facts for section 10 about the source of it and its helpers."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel and its helpers
-        self.calls: list[tuple[ast.Call, Any]] = []  # each call, and the called function
-        pending = [kernel]
-        for function in pending:  # the list grows in this loop
-            if function not in self.analyses:
-                self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
-                self.calls += analysis.callees.items()
-                pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
-        self._repeat_until_stable(_FunctionAnalysis.find_views)
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a store depends on all views
-        self.stores: dict[str, _Store] = {}  # {parameter of the kernel: its first store in the order of the table}
-        for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
-            for parameter in store.parameters:
-                self.stores.setdefault(parameter, store)
-
-    def _repeat_until_stable(self, find: Callable[[_FunctionAnalysis], int]) -> None:
-        """Repeat a search in all functions until the number of its results does not grow any more."""
-        n_before, n_found = -1, 0
-        while n_before != n_found:
-            n_before, n_found = n_found, sum(map(find, self.analyses.values()))
-
-    # -- facts for section 10 --
-
-    @functools.cached_property
-    def n_indices(self) -> int:
-        """The largest number of indices that one `wp.tid()` returns.  Without `wp.tid()`, 0."""
-        n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
-        for analysis in self.analyses.values():
-            for node in analysis.nodes:
-                match node:
-                    case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
-                        n_targets[value] = len(targets)
-        return max([0, *(n_targets.get(call, 1) for call, callee in self.calls if _builtin_name(callee) == "tid")])
-
-    @functools.cached_property
-    def uses_tiles(self) -> bool:
-        """Whether the kernel calls builtins for tiles."""
-        return any(_builtin_name(callee).startswith(("tile", "untile")) for _, callee in self.calls)
-
-    @functools.cached_property
-    def has_unanalyzed_code(self) -> bool:
-        """Whether the analysis misses code: C++ code, a user-defined adjoint, or a function that is an argument."""
-        unanalyzed = ("native_snippet", "custom_grad_func", "custom_replay_func")
-        if any(getattr(function, name, None) for function in self.analyses for name in unanalyzed):
-            return True
-        # In Warp >= 1.19, a parameter `f` may be a function, which the kernel calls as `f(x)`.
-        return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)
-
-
-class _FunctionAnalysis:
-    """The views and stores of one Warp function, in terms of its parameters.
-
-    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
-
-    Warp 1.14 to 1.19 accepts the assignments `a = x`, `a, b = x, y` (variables only), `box.pos = x` and `x[i] = y`.  It
-    rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is an integer.
-    """
-
-    def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
-        self.function = function
-        self.analyses = analyses  # of `_WarpSource`
-        self.captured = _captured_variables(_py_func(function))  # including builtins of Python
-        self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
-        self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
-        self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
-        self.stores: list[_Store] = []
-        # Each call of this function is a possible store to these parameters.  The analysis cannot read C++ code.  For a
-        # reference `p`, `p = 1.0` looks like an assignment to a local variable.
-        self.maybe_stored: list[str] = []
-        is_cpp = getattr(function, "native_snippet", None)
-        for name, warp_type in _parameter_types(function).items():
-            if max_ndim := _max_ndim(warp_type):
-                # If it is not an array, it is a struct, `Any` or a reference.
-                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_warp_array(warp_type))}
-                if is_cpp or _is_reference(warp_type):
-                    self.maybe_stored.append(name)
-
-    # -- views --
-
-    def find_views(self) -> int:
-        """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
-        for node in self.nodes:
-            match node:
-                case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
-                    for variable, value in zip(variables, values):
-                        self._assign(variable, self._views_of(value))
-                case ast.Assign(targets=[target], value=value):
-                    self._assign(target, self._views_of(value))
-                case ast.Return(value=ast.expr() as value):
-                    self.views[_RETURNED] |= self._views_of(value)
-        return sum(map(len, self.views.values()))
-
-    def _assign(self, target: ast.expr, views: set[_View]) -> None:
-        """Add views to the variables of a target."""
-        match target:
-            case ast.Name(id=name):
-                self.views[name] |= views
-            case ast.Tuple(elts=variables):
-                for variable in variables:
-                    self._assign(variable, views)
-            case ast.Attribute(value=struct):
-                self._assign(struct, _replace(views, maybe_struct=True))
-            case ast.Subscript(value=array):
-                # An element has views only if it is a struct: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  The
-                # ndim is infinite, because the index `i` of such an expression removes no dimension of `y`.
-                self._assign(array, _replace((view for view in views if view.maybe_struct), max_ndim=math.inf))
-
-    def _views_of(self, node: ast.expr) -> set[_View]:
-        """Return the views that the value of an expression may be."""
-        match node:
-            case ast.Name(id=name):
-                return self.views[name]
-            case ast.Subscript(value=owner, slice=index):
-                indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                n_lost = sum(map(self._removes_dimension, indices))
-                # A view without dimensions is an element: a number, vector, matrix or struct.
-                views = self._views_of(owner)
-                return {view._replace(max_ndim=view.max_ndim - n_lost) for view in views if view.max_ndim > n_lost}
-            case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
-                return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
-            case ast.Tuple(elts=parts):
-                # In `parts[0]`, the index selects a part, and removes no dimension of an array.
-                return _replace(self._views_of_any(parts), max_ndim=math.inf)
-            case ast.IfExp(body=first, orelse=second):
-                return self._views_of_any([first, second])
-            case ast.Call():
-                return _union(self._views_of_result(node, callee) for callee in _overloads(self.callees[node]))
-        return set()  # other expressions have no arrays
-
-    def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_View]:
-        """Return the views that one of several values may be."""
-        return _union(map(self._views_of, nodes))
-
-    def _removes_dimension(self, index: ast.expr) -> bool:
-        """Return whether an index surely selects one element of a dimension, unlike a slice."""
-        if isinstance(index, ast.Slice):
-            return False
-        # If the function names the builtin `slice`, any variable may be a slice: `s = slice(0, 2)`, then `x[s]`.
-        return isinstance(index, ast.Constant) or "slice" not in self.captured
-
-    def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
-        """Return the views that the result of a call may be."""
-        if _is_user_function(callee):
-            # `returned.max_ndim` is valid for all arguments: `tail` declares the ndim of `a`, and thus of `a[1:]`.
-            return {
-                _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
-                for returned in self.analyses[callee].views[_RETURNED]
-                for view in self._views_of_argument(call, callee, returned.parameter)
-            }
-        views = self._views_of_any(_arguments(call))
-        match _effect(callee):
-            case _Effect.RETURNS_ARGUMENT:
-                return _replace(views, maybe_struct=True)
-            case _Effect.RETURNS_VIEW:
-                return _replace(views, max_ndim=math.inf)
-        return set()
-
-    def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
-        """Return the views of the caller that a parameter of the called function may be, or refer into."""
-        arguments = _arguments_for(call, callee, parameter)
-        views = self._views_of_any(arguments)
-        if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` refers into `x`
-            views |= _union(map(self._arrays_containing, arguments))
-        return views
-
-    # -- stores --
-
-    def find_stores(self) -> int:
-        """Add the stores to the arrays of the parameters.  Return the number of stores so far."""
-        for node in self.nodes:
-            match node:
-                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
-                    self._add_store(self._arrays_containing(target), node)
-                case ast.Call():
-                    for callee in _overloads(self.callees[node]):
-                        self._find_stores_of_call(node, callee)
-        return len(self.stores)
-
-    def _arrays_containing(self, target: ast.expr) -> set[_View]:
-        """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
-
-        An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
-        """
-        match target:
-            case ast.Subscript(value=owner):
-                return self._views_of(owner) | self._arrays_containing(owner)
-            case ast.Attribute(value=owner):
-                return self._arrays_containing(owner)
-        return set()
-
-    def _find_stores_of_call(self, call: ast.Call, callee: Any) -> None:
-        """Add the stores of the called function to the arguments of a call."""
-        if _is_user_function(callee):
-            analysis = self.analyses[callee]
-            for parameter in analysis.maybe_stored:
-                self._add_store(self._views_of_argument(call, callee, parameter), call, may_only_read=True)
-            for store in list(analysis.stores):  # a copy, because the callee may be this function
-                views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(views, store.node, store.function, store.may_only_read)
-            return
-        effect = _effect(callee)
-        if effect is _Effect.STORES:
-            # With keywords only, any of them may be the first parameter.
-            self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
-        elif effect is _Effect.UNKNOWN:
-            self._add_store(self._views_of_any(_arguments(call)), call, may_only_read=True)
-
-    def _add_store(
-        self, views: Iterable[_View], node: ast.AST, function: Any = None, may_only_read: bool = False
-    ) -> None:
-        """Add a store to one of the arrays of these views, by a node of this function or of another one."""
-        parameters = frozenset(view.parameter for view in views)
-        store = _Store(parameters, node, function or self.function, may_only_read)
-        if parameters and store not in self.stores:
-            self.stores.append(store)
-
-
-# -- 8.2 The functions that a Warp kernel calls --------------------------------------------------------
+# -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
 
 
 class _Effect(enum.Enum):
@@ -4760,8 +4538,8 @@ _EFFECTS = {name: effect for effect, names in _BUILTINS.items() for name in name
 
 
 def _effect(callee: Any) -> _Effect:
-    """Return the effect of a call of a value that is not a user's function, which `_FunctionAnalysis` covers."""
-    if isinstance(callee, type):  # a vector or matrix type, which takes numbers
+    """Return the effect of a call of a builtin, struct or other value.  User's functions have a `_FunctionAnalysis`."""
+    if isinstance(callee, type):  # a type of numbers, vectors or matrices, which takes numbers
         return _Effect.READS
     if _is_warp_struct(callee):  # its constructor
         return _Effect.RETURNS_ARGUMENT
@@ -4836,8 +4614,8 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
-    # After a `*`, the positions are unknown, so the parameter may get any argument.  The items of the `*` are numbers:
-    # Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
+    # After a `*`, the positions are unknown, so the parameter may get any other argument.  The `*` itself has no arrays,
+    # because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
     arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
@@ -4854,12 +4632,234 @@ def _is_reference(warp_type: Any) -> bool:
 
 
 def _max_ndim(warp_type: Any) -> float:
-    """Return the largest ndim of the arrays in a value of this type, which may be a struct.  Without arrays, 0."""
+    """Return the largest ndim of the arrays in a value of this type, 0 without arrays, or infinity if it is unknown."""
     if _is_warp_struct(warp_type):
         return max((_max_ndim(field.type) for field in warp_type.vars.values()), default=0)
     if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
         return 0
     return getattr(warp_type, "ndim", math.inf)
+
+
+# -- 8.2 Views and stores ------------------------------------------------------------------------------
+
+
+class _WarpSource:
+    """The stores to the arrays of a Warp kernel, and facts for section 10 about the source of it and its helpers."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel and its helpers
+        self.calls: list[tuple[ast.Call, Any]] = []  # each call, and the called function
+        pending = [kernel]
+        for function in pending:  # the list grows in this loop
+            if function not in self.analyses:
+                self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
+                self.calls += analysis.callees.items()
+                pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
+        self._repeat_until_stable(_FunctionAnalysis.find_views)
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a store depends on all views
+        # {parameter of the kernel: a store to its array}.  A store that is an error for an input precedes others.
+        self.stores: dict[str, _Store] = {}
+        for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
+            for parameter in store.parameters:
+                self.stores.setdefault(parameter, store)
+
+    def _repeat_until_stable(self, find: Callable[[_FunctionAnalysis], int]) -> None:
+        """Repeat a search in all functions until the number of its results does not grow any more."""
+        n_before, n_found = -1, 0
+        while n_before != n_found:
+            n_before, n_found = n_found, sum(map(find, self.analyses.values()))
+
+    # -- facts for section 10 --
+
+    @functools.cached_property
+    def n_indices(self) -> int:
+        """The largest number of indices that one `wp.tid()` returns.  Without `wp.tid()`, 0."""
+        n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
+        for analysis in self.analyses.values():
+            for node in analysis.nodes:
+                match node:
+                    case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                        n_targets[value] = len(targets)
+        return max([0, *(n_targets.get(call, 1) for call, callee in self.calls if _builtin_name(callee) == "tid")])
+
+    @functools.cached_property
+    def uses_tiles(self) -> bool:
+        """Whether the kernel calls builtins for tiles."""
+        return any(_builtin_name(callee).startswith(("tile", "untile")) for _, callee in self.calls)
+
+    @functools.cached_property
+    def has_unanalyzed_code(self) -> bool:
+        """Whether the analysis misses code: C++ code, a user-defined adjoint, or a function that is an argument."""
+        unanalyzed = ("native_snippet", "custom_grad_func", "custom_replay_func")
+        if any(getattr(function, name, None) for function in self.analyses for name in unanalyzed):
+            return True
+        # In Warp >= 1.19, a parameter `f` may be a function, which the kernel calls as `f(x)`.
+        return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)
+
+
+class _FunctionAnalysis:
+    """The views and stores of one Warp function, in terms of its parameters.
+
+    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
+    """
+
+    def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
+        self.function = function
+        self.analyses = analyses  # of `_WarpSource`
+        self.captured = _captured_variables(_py_func(function))  # including builtins of Python
+        self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
+        self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
+        self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
+        self.stores: list[_Store] = []
+        # Each call of this function is a possible store to these parameters: to all parameters of C++ code, which the
+        # analysis cannot read, and to references, because `p = 1.0` looks like an assignment to a local variable.
+        self.maybe_stored: list[str] = []
+        is_cpp = bool(getattr(function, "native_snippet", None))
+        for name, warp_type in _parameter_types(function).items():
+            if max_ndim := _max_ndim(warp_type):
+                # If it is not an array, it is a struct, `Any` or a reference.
+                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_warp_array(warp_type))}
+                if is_cpp or _is_reference(warp_type):
+                    self.maybe_stored.append(name)
+
+    # -- views --
+
+    def find_views(self) -> int:
+        """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
+        # Warp 1.14 to 1.19 accepts only these forms of assignments: to a variable, a field, an element, or a tuple of
+        # variables, as in `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
+                    for variable, value in zip(variables, values):
+                        self._assign(variable, self._views_of(value))
+                case ast.Assign(targets=[target], value=value):
+                    self._assign(target, self._views_of(value))
+                case ast.Return(value=ast.expr() as value):
+                    self.views[_RETURNED] |= self._views_of(value)
+        return sum(map(len, self.views.values()))
+
+    def _assign(self, target: ast.expr, views: set[_View]) -> None:
+        """Add views to the variables of a target."""
+        match target:
+            case ast.Name(id=name):
+                self.views[name] |= views
+            case ast.Tuple(elts=variables):
+                for variable in variables:
+                    self._assign(variable, views)
+            case ast.Attribute(value=struct):
+                self._assign(struct, _replace(views, maybe_struct=True))
+            case ast.Subscript(value=array):
+                # An element has views only if it is a struct: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.
+                self._assign(array, _replace((view for view in views if view.maybe_struct), max_ndim=math.inf))
+
+    def _views_of(self, node: ast.expr) -> set[_View]:
+        """Return the views that the value of an expression may be."""
+        match node:
+            case ast.Name(id=name):
+                return self.views[name]
+            case ast.Subscript(value=owner, slice=index):
+                indices = index.elts if isinstance(index, ast.Tuple) else [index]
+                n_lost = sum(map(self._removes_dimension, indices))
+                # A view without dimensions is an element: a number, vector, matrix or struct.
+                views = self._views_of(owner)
+                return {view._replace(max_ndim=view.max_ndim - n_lost) for view in views if view.max_ndim > n_lost}
+            case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
+                return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
+            case ast.Tuple(elts=parts):
+                return _replace(self._views_of_any(parts), max_ndim=math.inf)
+            case ast.IfExp(body=first, orelse=second):
+                return self._views_of_any([first, second])
+            case ast.Call():
+                return _union(self._views_of_result(node, callee) for callee in _overloads(self.callees[node]))
+        return set()  # other expressions have no arrays
+
+    def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_View]:
+        """Return the views that one of several values may be."""
+        return _union(map(self._views_of, nodes))
+
+    def _removes_dimension(self, index: ast.expr) -> bool:
+        """Return whether an index selects one element of a dimension, unlike a slice."""
+        if isinstance(index, ast.Slice):
+            return False
+        # If the function references Python's `slice`, as in `s = slice(0, 2)`, any variable may be a slice.
+        return isinstance(index, ast.Constant) or "slice" not in self.captured
+
+    def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
+        """Return the views that the result of a call may be."""
+        if _is_user_function(callee):
+            # The called function declares the ndim of its parameters, so its bound is valid for all arguments.
+            return {
+                _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
+                for returned in self.analyses[callee].views[_RETURNED]
+                for view in self._views_of_argument(call, callee, returned.parameter)
+            }
+        views = self._views_of_any(_arguments(call))
+        match _effect(callee):
+            case _Effect.RETURNS_ARGUMENT:
+                return _replace(views, maybe_struct=True)
+            case _Effect.RETURNS_VIEW:
+                return _replace(views, max_ndim=math.inf)
+        return set()
+
+    def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
+        """Return the views of the caller that a parameter of the called function may be, or refer into."""
+        arguments = _arguments_for(call, callee, parameter)
+        views = self._views_of_any(arguments)
+        if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` refers into `x`
+            views |= _union(map(self._arrays_containing, arguments))
+        return views
+
+    # -- stores --
+
+    def find_stores(self) -> int:
+        """Add the stores to the arrays of the parameters.  Return the number of stores so far."""
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+                    self._add_store(self._arrays_containing(target), node)
+                case ast.Call():
+                    for callee in _overloads(self.callees[node]):
+                        self._find_stores_of_call(node, callee)
+        return len(self.stores)
+
+    def _arrays_containing(self, target: ast.expr) -> set[_View]:
+        """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
+
+        An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
+        """
+        match target:
+            case ast.Subscript(value=owner):
+                return self._views_of(owner) | self._arrays_containing(owner)
+            case ast.Attribute(value=owner):
+                return self._arrays_containing(owner)
+        return set()
+
+    def _find_stores_of_call(self, call: ast.Call, callee: Any) -> None:
+        """Add the stores of the called function to the arguments of a call."""
+        if _is_user_function(callee):
+            analysis = self.analyses[callee]
+            for parameter in analysis.maybe_stored:
+                self._add_store(self._views_of_argument(call, callee, parameter), call, may_only_read=True)
+            for store in list(analysis.stores):  # a copy, because the callee may be this function
+                views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
+                self._add_store(views, store.node, store.function, store.may_only_read)
+            return
+        effect = _effect(callee)
+        if effect is _Effect.STORES:
+            # With keywords only, any of them may be the first parameter.
+            self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
+        elif effect is _Effect.UNKNOWN:
+            self._add_store(self._views_of_any(_arguments(call)), call, may_only_read=True)
+
+    def _add_store(
+        self, views: Iterable[_View], node: ast.AST, function: Any = None, may_only_read: bool = False
+    ) -> None:
+        """Add a store to one of the arrays of these views, by a node of this function or of another one."""
+        parameters = frozenset(view.parameter for view in views)
+        store = _Store(parameters, node, function or self.function, may_only_read)
+        if parameters and store not in self.stores:
+            self.stores.append(store)
 
 
 # -- 8.3 Checks ----------------------------------------------------------------------------------------
@@ -4868,7 +4868,7 @@ def _max_ndim(warp_type: Any) -> float:
 def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    With `zero_outputs=True` and `zero_outputs=False`, a kernel need not store to its outputs.
+    Outputs are checked only if the user did not set `zero_outputs`.
 
     `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
     scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
@@ -4879,14 +4879,14 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
     # With input_output_aliases={0: 0}, the memory of input 0 is that of an output, so the kernel may store to it.
     read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
     for name, store in source.stores.items():
-        if buffer_of.get(name) not in read_only:  # such as an input with ambiguous stores, which is copied
+        if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, or an aliased input
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
         if not store.may_only_read:
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
-            f" If the call only reads {name!r}, list it in in_out_argnames all the same, add its spec to outs (in-out "
-            "arguments come first), and ignore this result."
+            f" If this call only reads {name!r}, list it in in_out_argnames even so, add its spec to outs (in-out "
+            "arguments come first), and ignore the additional result."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
     if wrapper.options.zero_outputs is None:
