@@ -4475,8 +4475,8 @@ class _View(NamedTuple):
     """
 
     parameter: str  # the parameter that is the array, or a struct with it
-    # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, or if an index
-    # may select an item of a tuple or an element that is a struct, which removes no dimension of the view.
+    # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, or if an
+    # index may select an item of a tuple or an element that is a struct, which removes no dimension of the view.
     max_ndim: float
     maybe_struct: bool  # whether the value may be a struct
 
@@ -4614,8 +4614,8 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
-    # After a `*`, the positions are unknown, so the parameter may get any other argument.  The `*` itself has no arrays,
-    # because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
+    # After a `*`, the positions are unknown, so the parameter may get any other argument.  The `*` itself has no
+    # arrays, because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
     arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
