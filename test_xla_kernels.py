@@ -1388,7 +1388,7 @@ def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
         def call(self, called, *args):
             if isinstance(called, str) and called == function:
                 replaced.append(args)
-                return self.constant(0)
+                return xk._Int64(self, self.llvm_value(0))
             return super().call(called, *args)
 
     scheduler = xk._load_code(OutOfMemory().compile())
@@ -1727,13 +1727,13 @@ def test_returned_expression_matches_numpy(expression):
 
 
 NEVER_STORES = {  # parameters, body, the fix in the message, options
-    "output": ("x, out", "out = x + 1", "`out[:] = ...`", {}),
+    "output": ("x, out", "out = x + 1", "`out[:] = ...`.*the output then consists of zeros.", {}),
     "read output": ("x, out", "for i in range(x.size): y = x[i] + out[i]", "`out[:] = ...`", {}),
     "parallel loop": ("x, out", "for i in numba.prange(4): y = x[i]\nout = x + 1", "`out[:] = ...`", {}),
     "returned output": ("x, out", "out = x + 1\nreturn out", "`out[:] = ...`.*'out' and keep the `return`", {}),
     "0-d output": ("x, total", "total = x[0]", "`total[()] = ...`", {"outs": spec()}),
     "in-out argument": ("v, x", "v = 0.5 * v + x", "in-out argument 'v'.*`v[:] = ...`", {"in_out_argnames": ["v"]}),
-    "aliased output": ("x, out", "y = x[0]", "output 'out'", {"input_output_aliases": {0: 0}}),
+    "aliased output": ("x, out", "y = x[0]", "output 'out'.* value of input 0.", {"input_output_aliases": {0: 0}}),
     "second output": ("x, out, last", "out[0] = x[0]\nlast = x[-1]", "`last[()] = ...`", {"outs": (SPEC_4, spec())}),
 }
 
@@ -2592,7 +2592,7 @@ def test_fakecuda_error_of_batch_shows_its_grid(fake_cuda, package_cuda):
 
 @pytest.mark.parametrize("function, text, n_launches", [
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY", 0),
-    ("cuMemsetD8Async", "cuMemsetD8Async could not initialize an output (CUDA_ERROR_OUT_OF_MEMORY). If a kernel", 0),
+    ("cuMemsetD8Async", "could not initialize an output or scratch buffer (CUDA_ERROR_OUT_OF_MEMORY). If a kernel", 0),
     ("cuLaunchKernel", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY, from a launch with grid=(1, 2, 1), "
      "block=(64, 4, 1), shared_mem=300000; on this GPU the kernel can have at most 128 threads in a block, because of "
      "its registers or launch bounds, and the launch has 256; on this GPU the kernel can have at most 232320 bytes of "
@@ -5130,7 +5130,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "numba.njit or a plain function; got partial.*closure", lambda: wrap(partial(identity))),
     (TypeError, "got method.*outside of the class", lambda: wrap(types.MethodType(identity, 3))),
     (TypeError, "is a method, and `self` is not an array. Write a function", lambda: wrap(lambda self, x: x)),
-    (TypeError, "<ufunc 'sin'>. .*: lambda x: np.sin(x). Drop target='parallel'", lambda: wrap(np.sin)),
+    (TypeError, "<ufunc 'sin'>. .*: lambda x: np.sin(x). .*drop target='parallel'", lambda: wrap(np.sin)),
     (TypeError, "got builtin_function_or_method .*in a function: lambda x: abs(x)", lambda: wrap(abs)),
     (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", lambda: wrap(jnp.sin)),
     (TypeError, "outs[1] .*got 'f4' of type str. Write jax.ShapeDtypeStruct", lambda: wrap(identity, [SPEC_4, "f4"])),
@@ -5151,6 +5151,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, 'got ndarray of dtype datetime64[D]. .*x.view("int64")', lambda: add_one(np.array(["2020"], "M8[D]"))),
     (TypeError, 'got ndarray of dtype object. .*x.astype("float32")', lambda: add_one(np.array([1.0, 2], object))),
     (TypeError, "got ndarray of dtype [('a', '<f4')]. .*x['a']", lambda: add_one(np.zeros(3, [("a", "f4")]))),
+    (TypeError, "DLPack cannot share it (.*). Pass a NumPy array, in PyTorch x.detach().cpu().numpy()",
+     lambda: add_one(types.SimpleNamespace(__dlpack__=None))),
     (TypeError, "input 0 .*got a jax.Ref. Pass its value, x[...]", lambda: add_one(jax.new_ref(jnp.ones(4)))),
     (TypeError, "got ndarray of dtype >f4.*newbyteorder(", lambda: add_one(ONES.astype(">f4"))),
     (TypeError, "got a ShapeDtypeStruct, which has no values. Pass an array", lambda: add_one(SPEC_4)),
@@ -5162,6 +5164,9 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "scratch buffer 0 is bfloat16[4], .*Declare jax.ShapeDtypeStruct((4,), jnp.float32)",
      lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(ONES)),
     (TypeError, f"raised TypeError: .*{NO_VALUES}", lambda: wrap(outs=lambda x: x[x > 1])(ONES)),
+    (TypeError, "raised AttributeError: .*Check the spelling of 'shap'.", lambda: wrap(outs=lambda x: x.shap)(ONES)),
+    (TypeError, "of Python ints. Got None. A shape is a tuple, such as (3,).",
+     lambda: wrap(outs=types.SimpleNamespace(shape=None, dtype=np.float32))),
     (TypeError, "scratch, .*, raised IndexError", lambda: wrap(scratch=lambda x: spec(x.shape[1]))(ONES)),
     (TypeError, "(2, (4,)) contains .*Unpack it: (2, *x.shape)", lambda: wrap(outs=lambda x: spec(2, x.shape))(ONES)),
     (TypeError, "of Python ints. Got (2.0,). .*x.size // 2", lambda: wrap(outs=lambda x: spec(x.size / 2))(ONES)),
@@ -5181,13 +5186,15 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "Use a tuple, outs=(spec, ...), or a NamedTuple", lambda: wrap(outs={"out": SPEC_4})(ONES)),
     # outputs that are aliased to inputs
     (ValueError, "there is no output -1. The outputs are 0", lambda: wrap(input_output_aliases={0: -1})(ONES)),
+    (ValueError, "{0: 0}: the call has no outputs. Remove the alias",
+     lambda: wrap(outs=(), has_side_effect=True, input_output_aliases={0: 0})(ONES)),
     (ValueError, "there is no input 2. The inputs are 0", lambda: wrap(input_output_aliases={2: 0})(ONES)),
     (ValueError, "'y' is not an input of this call", lambda: wrap(input_output_aliases={"y": 0})(ONES)),
     (ValueError, "Output 0 is aliased to another input", lambda: wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)),
     (ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]",
      lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)),
     (ValueError, "(x). .*Pass the initial value of 'out'", lambda: wrap(in_out_argnames=["out"])(ONES)),
-    (ValueError, "to one output only. Input 0 is aliased to output 0. Remove an alias",
+    (ValueError, "an input has one alias only. Input 0 is aliased to output 0. Remove an alias",
      lambda: wrap(outs=[SPEC_4] * 2, in_out_argnames=["x"], input_output_aliases={0: 1})(ONES)),
     (ValueError, "'x' is float32[4], but outs[0] is float32[3]. Write outs=lambda x: (x, ...)",
      lambda: wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)),

@@ -52,9 +52,9 @@ work here.
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
 #     12 Backends          a table of the backends, and the self-check
 #
-# A section mostly uses the sections above it.  The main exceptions: 3 and 5 use `_Signature`, `_BACKENDS` and
-# `_decorated_backend` of later sections, and 6 calls the functions of 9 that write code for GPUs.  A new backend needs
-# a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
+# 5 uses `_BACKENDS` of 12, and 6 calls the functions of 9 that write code for GPUs.  A new backend needs a section like
+# section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
@@ -97,7 +97,7 @@ work here.
 #     argument map       the buffer of each parameter of a kernel, and how it is passed
 #     adapter            a function of all buffers, in order, that calls a kernel with the arguments that it takes
 #     fingerprint        the code, options and captured values of a Numba kernel, in a form that can be compared
-#     launch attribute   the attribute `launch` of a custom call: an int64 array that configures a CUDA or Warp launch
+#     launch attribute   the int64 array `launch` of a custom call, which configures a launch; empty for Numba on CPUs
 #     batch launch       a launch on a GPU for many slices of a batch, which lie along z of the grid
 
 from __future__ import annotations
@@ -1157,7 +1157,8 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     Args:
       specs: the user's pytree of objects with `.shape` and `.dtype`.
       subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
-      ins: the specs of the inputs.  If x64 is disabled, 64-bit dtypes are truncated, except a dtype that an input has.
+      ins: the specs of the inputs.  If x64 is disabled, 64-bit dtypes are truncated, unless JAX's option
+        `jax_explicit_x64_dtypes` is ALLOW, or an input has the dtype, so that `outs=lambda x: x` always holds.
         Default: None, if the inputs are unknown, because a wrapper is being created.  Then nothing is truncated.
     """
     if specs is None:
@@ -1189,7 +1190,7 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
     if any(isinstance(size, int) and size < 0 for size in shape):
         raise ValueError(f"{subject} must have sizes of at least 0. Its shape is {shape}. Write max(size, 0).")
     dtype = np.dtype(declared.dtype)
-    keeps_64_bits = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"  # an option of JAX for dtypes that users declare
+    keeps_64_bits = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
     if ins is None or any(x.dtype == dtype for x in ins) or keeps_64_bits:
         return Spec(shape, dtype)
     truncated = jax.dtypes.canonicalize_dtype(dtype)  # to 32 bits, if x64 is disabled
@@ -1212,6 +1213,8 @@ _SIZE_ADVICE = (
 def _shape_error(subject: str, shape: Any) -> TypeError:
     """Return the error for a shape that is not a tuple of ints."""
     rule = f"{subject} must have a shape of Python ints."
+    if not isinstance(shape, Iterable):
+        return TypeError(f"{rule} Got {shape}. A shape is a tuple, such as (3,).")
     for size in shape:
         if isinstance(size, (jax.core.Tracer, Spec)):
             return TypeError(f"{rule} The size {_format_spec(size)} has no value while JAX traces. {_SIZE_ADVICE}")
@@ -1228,12 +1231,8 @@ def _call_with_specs(
 ) -> Any:
     """Call the value of an option that is a function of the inputs' specs, such as `outs=lambda x: x`.
 
-    Args:
-      function: the value of the option.
-      title: the wrapper or op, for error messages.
-      option: the name of the option.
-      specs: the arguments: specs of the inputs, and for Warp also values.
-      parameters: the names of all parameters of the kernel, if they are known.
+    For Warp, `specs` also contains values.  Error messages show the title of the wrapper or op, the name of the option,
+    and the names of all parameters of the kernel, if they are known.
     """
     try:
         return function(*specs)
@@ -1287,6 +1286,8 @@ def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     rule = f"{raised}Its arguments are specs with .shape and .dtype, and have no values."
     if isinstance(error, IndexError):
         return f"{rule} Check the indices of shapes."
+    if isinstance(error, AttributeError) and error.name and not hasattr(jax.Array, error.name):  # x.shap, not x.sum
+        return f"{rule} Check the spelling of {error.name!r}."
     return f"{rule} For the specs of what a function f returns, write jax.eval_shape(f, x). {_SIZE_ADVICE}"
 
 
@@ -1296,11 +1297,10 @@ def _check_call_signature(
     """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
 
     Args:
-      signature: the signature of the user's function.
-      subject: the function, as the subject of the message.
-      args: the positional arguments: specs, or texts that describe them.
+      signature, subject: the signature of the user's function, and the function, as the subject of the message.
+      args: the positional arguments: specs, or texts that describe them, such as "a stream".
       params: the names of the keyword arguments.
-      advice: another fix, after a space, if there is one.
+      advice: another fix, after a space, such as " To register a function f of arrays, pass lambda: f."  Default: none.
     """
     try:
         signature.bind(*args, **dict.fromkeys(params))
@@ -1309,7 +1309,8 @@ def _check_call_signature(
         fix = "Declare a parameter for each argument."
         if str(error).startswith("missing"):  # "missing a required argument: 'x'"
             fix = "Remove the parameters that are not passed."
-            if not args:  # a generator of an op, which gets the op's static parameters
+            is_generator = not args  # a generator of an op gets only the op's static parameters
+            if is_generator:
                 fix = "Pass the missing parameters to the op by name, or remove them."
         rule = f"{subject} takes {signature}, but this call passes ({passed})"
         raise TypeError(f"{rule}: {error}. {fix}{advice}") from None
@@ -1333,19 +1334,19 @@ def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()
     return [Spec(aval.shape, aval.dtype) for aval in avals]
 
 
-# Types whose values JAX accepts unchanged.  `_convert_input` adds the types that it has seen.  np.ndarray is never
-# included, because the dtype of a NumPy array must be checked.
-_INPUT_TYPES: set[type] = {bool, int, float, complex}
-# The dtypes of NumPy arrays that JAX accepts, in native byte order.  The fast path of a jitted function ignores the
-# byte order: after a call with a native array, it reads other byte orders as native (jax 0.12).
-_PLAIN_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
+# Values of these types are passed to JAX unchecked.  `_convert_input` adds the types that JAX has accepted.  np.ndarray
+# is never included, because the dtype of a NumPy array must be checked.
+_FAST_PATH_TYPES: set[type] = {bool, int, float, complex}
+# NumPy arrays of these dtypes, in native byte order, are also passed to JAX unchecked.  `_convert_input` rejects other
+# byte orders.  A jitted function would not: after a call with a native array, it reads them as native (jax 0.12).
+_FAST_PATH_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
 def _convert_inputs(args: Sequence, title: str, parameters: Sequence[str] = ()) -> tuple[Any, bool]:
     """Return the inputs as values that JAX accepts, and whether one of them is traced."""
     inputs = list(args)
     for i, x in enumerate(args):
-        if type(x) in _INPUT_TYPES or (type(x) is np.ndarray and x.dtype in _PLAIN_DTYPES):
+        if type(x) in _FAST_PATH_TYPES or (type(x) is np.ndarray and x.dtype in _FAST_PATH_DTYPES):
             continue
         variable = parameters[i] if i < len(parameters) else "x"
         inputs[i] = _convert_input(x, _input_name(i, title, parameters), variable)
@@ -1366,9 +1367,9 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
             f"jax.eval_shape(f, {variable})."
         )
     with contextlib.suppress(TypeError):
-        jax.typeof(x)  # raises a TypeError if JAX does not accept `x`
+        jax.typeof(x)  # raises a TypeError if JAX does not accept `x`, such as an array in a foreign byte order
         if not isinstance(x, np.ndarray):
-            _INPUT_TYPES.add(type(x))
+            _FAST_PATH_TYPES.add(type(x))
         return x
     try:
         return jax.dlpack.from_dlpack(x)  # an array of another library; JAX shares its memory
@@ -1393,7 +1394,7 @@ def _input_advice(x: Any, variable: str, error: Exception) -> str:
     if isinstance(x, (np.ndarray, np.generic)):
         return _dtype_advice(x.dtype, variable)
     if hasattr(x, "__dlpack__"):
-        return f"DLPack cannot share it ({error}). Copy it, np.asarray({variable})."
+        return f"DLPack cannot share it ({error}). Pass a NumPy array, in PyTorch {variable}.detach().cpu().numpy()."
     if hasattr(x, "__float__") and not isinstance(x, type):  # such as a Fraction
         return f"Convert it, float({variable})."
     return "A constant is not an input. Use a variable of the kernel's closure, or a keyword parameter of an op."
@@ -1407,21 +1408,44 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
         return f'Pass dates and durations as integers, {variable}.view("int64").'
     if not dtype.isnative:
         return f'Convert the byte order, {variable}.astype({variable}.dtype.newbyteorder("=")).'
-    widest = {"f": "float64", "c": "complex128"}.get(dtype.kind, "float32")  # such as longdouble and clongdouble
+    widest = {"f": "float64", "c": "complex128"}.get(dtype.kind, "float32")  # of longdouble, clongdouble, other kinds
     return f'Cast it to a dtype of JAX, {variable}.astype("{widest}").'
 
 
 # ======================================================================================================
 # 5. The primitive: one call of one target, its partitioning over a mesh, and the wrapper that binds it.
 #
-# A wrapper (5.4) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
+# A wrapper (5.5) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behaviour of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_partitions_batch_without_communication)
-# - two incorrect passes of XLA (`_protect_outputs`; test_while_loop_kernel_not_hoisted)
+# - two bugs of XLA (`_protect_outputs`; test_gpu_kernel_input_not_overwritten_by_row_update,
+#   test_while_loop_kernel_not_hoisted)
 # - fusions in place (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
 # - Numba's pickles of functions (`_Wrapper`; test_wrapper_without_module_variable_is_pickled_by_value)
 
 # -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
+
+
+class _Signature(NamedTuple):
+    """The buffers of one slice: inputs, then results (outputs, then scratch).  Result j is buffer `n_in + j`."""
+
+    label: str  # the name of the kernel
+    n_in: int  # number of inputs
+    dtypes: tuple[np.dtype, ...]  # of each buffer
+    ranks: tuple[int, ...]  # of each buffer, without batch dimensions
+    aliases: tuple[tuple[int, int], ...] = ()  # (i, j): result j is aliased to input i
+    zeroed: tuple[int, ...] = ()  # (j, ...): the results that start from zeros
+
+    def __str__(self) -> str:
+        """Return the part of the signature that exported programs rely on.  Changing this text breaks them.
+
+        Every target name contains a hash of it.  Target names without the user's `name=` also contain a hash of
+        `zeroed` (`_Specialization.base_name`).
+        """
+        shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
+        parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
+        parts += [f"output {j} aliased to input {i}" for i, j in self.aliases]
+        return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1463,7 +1487,7 @@ class _CallParams:
 
 def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     """Return the abstract values of the outputs, and the effects."""
-    operand_axes = []  # for each dimension of the batch, the mesh axes of the operands that have it
+    operand_axes = []  # with explicit sharding: for each batch dimension, the mesh axes of the operands that have it
     for d in range(len(call.batch)):
         batched = [x for x in ins if x.shape[d] != 1]  # size 1: an unbatched operand (`_call_batching`)
         operand_axes.append([x.sharding.spec[d] for x in batched])
@@ -1475,7 +1499,7 @@ def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
 
 
 def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
-    """Add one leading dimension to every operand, of size 1 for unbatched operands."""
+    """Add one leading dimension to every operand.  It has size 1 for unbatched operands, unless they are aliased."""
     size = next(x.shape[dim] for x, dim in zip(args, dims) if dim is not None)
     sizes = [1 if dim is None else size for dim in dims]
     for i, _ in call.aliases:
@@ -1497,6 +1521,7 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
 
 
 def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
+    """Raise an error, because kernels have no transpose."""
     raise NotImplementedError(
         f"{call.target.title} has no transpose. `grad` transposes a kernel if the rule of a jax.custom_jvp calls it "
         "with tangents. Use jax.custom_vjp instead of jax.custom_jvp, or XLACustomKernel.def_transpose_rule."
@@ -1541,7 +1566,7 @@ def _lower_custom_call(
 
     Its results, with the types `result_avals`, include scratch buffers.  `attributes` are those besides `launch`.
     """
-    platform, *_ = _lowering_platforms(ctx)  # only one: the rule is registered per platform
+    platform, *_ = _lowering_platforms(ctx)  # "cpu" or "cuda"; for others, `prepare_lowering` raises the error
     target = call.target.prepare_lowering(platform, bool(call.batch))
     if platform == "cpu" and call.aliases:
         operands = _protect_aliased_operands(ctx, operands, call, operand_avals)
@@ -1567,12 +1592,12 @@ def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals:
 
 
 def _protect_outputs(ctx: Any, outputs: Any, returns_tuple: bool) -> Any:
-    """Put a barrier after a custom call if one of two incorrect passes of XLA may change it (jax 0.11.2 and 0.12).
+    """Put a barrier after a custom call if one of two bugs of XLA may affect it (jax 0.11.2 and 0.12).
 
     - Dynamic-slice fusion on GPUs: a custom call writes its result directly into the array that a dynamic-update-slice
-      updates, even if the call reads this array.
-    - Loop-invariant code motion on all platforms: it mistakes a custom call that returns a tuple for a `tuple`
-      instruction, and the operands for the elements, if the results are the whole state of a `while_loop`.
+      updates, even if the call reads this array.  So the call overwrites its own input.
+    - Loop-invariant code motion on all platforms: if a tuple of results is the whole state of a `while_loop`, XLA
+      takes the call for a `tuple` of its operands.  So it moves the call out of the loop, and the state never changes.
     """
     if returns_tuple or "cuda" in _lowering_platforms(ctx):
         return _lower_barriers(ctx, outputs, ctx.avals_out, range(len(outputs)))
@@ -1591,7 +1616,7 @@ def _lower_barriers(ctx: Any, values: Any, avals: Sequence, indices: Container[i
 def _lower_without_shardings(
     function: Callable, ctx: Any, operands: Sequence, avals_in: Sequence, avals_out: Sequence
 ) -> Any:
-    """Lower a function that only reshapes values or adds barriers.
+    """Lower a function that only reshapes or broadcasts values, or adds barriers.
 
     On meshes with explicit axes, types contain shardings.  The function is traced without them.
     """
@@ -1621,7 +1646,9 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # of each operand and result with the attribute `num_batch_dims` (custom_call_batch_partitioner.cc).  If the rank is
 # greater, XLA partitions the first `num_batch_dims` dimensions.  Otherwise, it replicates the operand.  So partitioned
 # arrays are padded with ones.  Let p be `n_partitioned`, the number of batch dimensions that are partitioned, and let r
-# be `max_slice_rank`, the largest rank of a slice among the operands:
+# be `max_slice_rank`, the largest rank of a slice among the operands.  `num_batch_dims` = p + r covers all partitioned
+# dimensions, and no replicated operand has a greater rank.  With r + 1 ones, every partitioned array does, even if its
+# slice is a scalar:
 #
 #                       shape                                               rank
 #     partitioned       [*batch[:p], *[1] * (r + 1), *batch[p:], *slice]    p + r + 1 or more
@@ -1644,7 +1671,7 @@ def _num_partitioned_dims(call: _CallParams, n_devices: int) -> int:
 
     These are the first dimensions whose sizes are multiples of the number of devices.  XLA would pad other sizes.  If
     the kernel raises an error on the padding, the other devices wait forever.  A size that only some of the mesh axes
-    divide is not enough, because XLA may partition it over more axes: on 8 devices, `x[:4]` stays partitioned over all.
+    divide is not enough: a slice `x[:4]` of an array over 8 devices keeps this sharding, so XLA pads the size 4 to 8.
     """
     shapes = [call.batch, *(spec.shape for spec in call.buffers)]
     has_known_sizes = all(isinstance(size, int) for shape in shapes for size in shape)  # Shardy's rule needs them
@@ -1689,9 +1716,10 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, n_partit
 def _partitioned_operands(avals_in: Sequence, depth: int) -> list[bool]:
     """Return for each operand whether it is partitioned.  `depth` is the number of batch dimensions.
 
-    Batched operands are partitioned, and unbatched ones replicated, with one exception.  If an unbatched operand
-    follows a batched one, XLA uses the sharding of operand 0 for the whole call (FindCommonSharding), so operand 0 must
-    be partitioned.  For example, if only x is batched:
+    Batched operands are partitioned, and unbatched ones replicated, with one exception.  For the whole call, XLA uses
+    one sharding of the batch: the merged shardings of the operands (FindCommonSharding).  If a replicated operand
+    follows a partitioned one, XLA cannot merge them, and uses the sharding of operand 0.  So operand 0 must then be
+    partitioned; otherwise each device runs the whole batch.  For example, if only x is batched:
 
         operands (v, x)       v is replicated
         operands (x, w)       w is replicated
@@ -1730,7 +1758,7 @@ def _sharding_rule(operand_avals: Sequence, is_partitioned: Sequence, result_ava
     return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
 
-# -- 5.3 For wrappers and ops: the arguments of public functions, a cache, and pickles -----------------
+# -- 5.3 For wrappers and ops: parameters and options, and advice about mistakes ------------------------
 
 
 def _parameter_names(kernel: Any) -> tuple[str, ...]:
@@ -1767,13 +1795,13 @@ def _decorated_backend(kernel: Any) -> str | None:
     return None
 
 
-_KERNEL_TYPE_ADVICE = {  # {name of a type that is not a kernel: fix}
+_KERNEL_TYPE_ADVICE = {  # {name of a type whose objects a public function does not take as kernels: fix}
     "partial": "Write a function that calls it, and keep constants in variables of its closure.",
     "method": "Write a function outside of the class. Pass arrays of `self` as inputs, and keep constants in variables "
     "of its closure.",
-    "function": "Decorate it.",
-    "ufunc": "Call it in a function: lambda x: np.{name}(x). Drop target='parallel' from numba.vectorize: `vmap` "
-    "already uses all cores.",
+    "function": "Decorate it.",  # a plain function is a kernel of `numba_kernel`, but not of CUDA and Warp wrappers
+    "ufunc": "If it is NumPy's, call it in a function: lambda x: np.{name}(x). If it is from numba.vectorize, drop "
+    "target='parallel': `vmap` already uses all cores.",
     "builtin_function_or_method": "Call it in a function: lambda x: {name}(x).",
     "PjitFunction": "JAX calls kernels, and kernels cannot call JAX. Write a Python function, with np. for jnp.",
 }
@@ -1873,6 +1901,9 @@ def _wrapper_or_decorator(wrapper_class: type[_Wrapper], kernel: Any, options: _
     return wrapper_class(kernel, options)
 
 
+# -- 5.4 For wrappers and ops: a cache, and pickles ----------------------------------------------------
+
+
 class _BoundedCache(dict):
     """A cache that clears itself when it is full.  Until then, concurrent callers get the same value for a key."""
 
@@ -1887,7 +1918,9 @@ class _PickledByReference:
     """An object that is pickled by reference, as top-level functions are, if a variable of a module holds it.
 
     The reference consists of the names of the module and the variable.  The variable may have any name, so `__reduce__`
-    looks for it in all imported modules.  A copy of the object is the object itself.
+    looks for it in all imported modules, first in importable ones.  Otherwise, an op or a Warp wrapper must be
+    held by `__main__`, because the processes of a pool have the same main module.  Other wrappers are then pickled by
+    value, with the kernel's code and the options.  A copy of the object is the object itself.
     """
 
     title: str  # for errors
@@ -1911,10 +1944,7 @@ class _PickledByReference:
         return ()
 
     def _reduce_without_module(self) -> tuple:
-        """Return the value of `__reduce__` if no importable module holds the object.  Subclasses may override this.
-
-        It is a reference to a variable of `__main__`, because the processes of a pool have the same main module.
-        """
+        """Return the value of `__reduce__` if no importable module holds the object.  `_Wrapper` overrides this."""
         if reference := self._reference_from(["__main__"]):
             return reference
         raise pickle.PicklingError(
@@ -1930,7 +1960,7 @@ def _loaded(data: bytes) -> Any:
     return make(*args)
 
 
-# -- 5.4 The wrapper -----------------------------------------------------------------------------------
+# -- 5.5 The wrapper -----------------------------------------------------------------------------------
 
 
 class _Wrapper(_PickledByReference):
@@ -1950,8 +1980,6 @@ class _Wrapper(_PickledByReference):
 
     Each backend defines `_find_target`, and some override the methods with "(hook)" in their docstrings.
     `_WarpKernel.__call__` first separates the arguments by value from the arrays.
-
-    If no importable module holds a wrapper, its pickle contains the kernel's code and the options.
     """
 
     decorator: str  # the name of the public function, for error messages
@@ -2009,13 +2037,14 @@ class _Wrapper(_PickledByReference):
     # -- arguments -------------------------------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
+        """Call the kernel with arguments by position or by name, and return its outputs in the structure of `outs`."""
         if named:
             args = tuple(self._arguments_by_name(args, named).values())
         return self._call_by_position(args)
 
     def _call_by_position(self, args: Sequence) -> Any:
         """Call a jitted function of the arguments.  If one is traced, add the call to the caller's program instead."""
-        if _INPUT_TYPES.issuperset(map(type, args)):  # fast path
+        if _FAST_PATH_TYPES.issuperset(map(type, args)):  # fast path
             return self._jitted_call(*args)
         args, is_traced = _convert_inputs(args, self.title, self.parameters)
         return self._traced_call(*args) if is_traced else self._jitted_call(*args)
@@ -2093,13 +2122,13 @@ class _Wrapper(_PickledByReference):
         raise NotImplementedError
 
     def _check_dtypes(self, call: _CallParams, allowed: frozenset[str], why_not: str) -> None:
-        """Raise an error if a buffer has a dtype that is not allowed.  `why_not` is a clause after "a dtype"."""
+        """Raise an error for a dtype that is not allowed.  `why_not` is like "for which Numba CUDA has no arrays"."""
         for role, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
-                    fix = "Cast it, and cast the result back: f(x.astype(jnp.float32)).astype(x.dtype)"
+                    fix = "Cast it, and cast the result back: f(x.astype(jnp.float32)).astype(x.dtype)."
                     if specs is call.scratch:
-                        fix = f"Declare jax.ShapeDtypeStruct({spec.shape}, jnp.float32)"
+                        fix = f"Declare jax.ShapeDtypeStruct({spec.shape}, jnp.float32)."
                     raise TypeError(f"{self.title}: {role} {i} is {_format_spec(spec)}, a dtype {why_not}. {fix}")
 
     # -- options that depend on the inputs -------------------------------------------------------------
@@ -2137,11 +2166,31 @@ class _Wrapper(_PickledByReference):
             aliases[i] = j
         for key, j in self.options.input_output_aliases.items():
             i = self._input_index(key, len(ins))
-            problem = _alias_problem(i, j, ins, outs, aliases)
+            problem = self._alias_problem(i, j, ins, outs, aliases)
             if problem:
                 raise ValueError(f"{self.title}: input_output_aliases={{{key!r}: {j!r}}}: {problem}")
             aliases[i] = j
         return aliases
+
+    @staticmethod
+    def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
+        """Return the error text if output j cannot be aliased to input i; otherwise an empty string."""
+        for role, index, specs in (("input", i, ins), ("output", j, outs)):
+            if not specs:
+                return f"the call has no {role}s. Remove the alias."
+            if index not in range(len(specs)):
+                numbered = ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
+                return f"there is no {role} {index!r}. The {role}s are {numbered}. Use one of these indices."
+        if i in aliases:
+            return f"an input has one alias only. Input {i} is aliased to output {aliases[i]}. Remove an alias."
+        if j in aliases.values():
+            return f"an output has one alias only. Output {j} is aliased to another input. Remove an alias."
+        if ins[i] != outs[j]:
+            return (
+                "an output has the shape and dtype of the input that it is aliased to. Input "
+                f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
+            )
+        return ""
 
     def _input_index(self, key: int | str, n_in: int) -> int:
         """Return the index of an aliased input, whose key in the options is its index or its name.  (hook)"""
@@ -2172,10 +2221,10 @@ class _Wrapper(_PickledByReference):
         )
 
     def _check_no_separate_outputs(self, call: _CallParams) -> None:
-        """Raise an error if the kernel, which does not fit the call, declares separate outputs for in-out arguments.
+        """Raise an error if the kernel declares separate outputs for in-out arguments.
 
-        With in_out_argnames=["state"], `kernel(state, state_out)` is a mistake.  It has as many parameters as the call
-        has buffers, while `kernel(state)` has one less.
+        Call this only for a kernel that does not fit the call.  With in_out_argnames=["state"], the mistake
+        `kernel(state, state_out)` has as many parameters as the call has buffers, while `kernel(state)` has one less.
         """
         n_in = len(call.ins)
         extra = self.parameters[n_in : n_in + len(self.in_outs)]
@@ -2187,28 +2236,16 @@ class _Wrapper(_PickledByReference):
             )
 
 
-def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
-    """Return the error text if output j cannot be aliased to input i; otherwise an empty string."""
-    for role, index, specs in (("input", i, ins), ("output", j, outs)):
-        if index not in range(len(specs)):
-            numbered = ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
-            return f"there is no {role} {index!r}. The {role}s are {numbered}. Use one of these indices."
-    if i in aliases:
-        return f"an input is aliased to one output only. Input {i} is aliased to output {aliases[i]}. Remove an alias."
-    if j in aliases.values():
-        return f"an output is aliased to one input only. Output {j} is aliased to another input. Remove an alias."
-    if ins[i] != outs[j]:
-        return (
-            "an output has the shape and dtype of the input that it is aliased to. Input "
-            f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
-        )
-    return ""
-
-
 def _check_outputs_are_stored(
     title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, fix_index: str, return_fix: str = ""
 ) -> None:
-    """Raise an error if a kernel has no store to an output or in-out argument (sections 7 to 9).
+    """Raise an error if a kernel has no store to an output or in-out argument.
+
+    An aliased output has the memory of its input, so a store to either is enough.  Only in-out arguments lack a
+    parameter for the input (buffer 0):
+
+        kernel(v),      in_out_argnames=["v"]          buffer_of = {"v": 1}
+        kernel(x, out), input_output_aliases={0: 0}    buffer_of = {"x": 0, "out": 1}
 
     Args:
       title: the kernel, for example "numba_kernel 'f'".
@@ -2219,21 +2256,21 @@ def _check_outputs_are_stored(
       return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
     """
     n_in = len(call.ins)
-    input_of = {n_in + j: i for i, j in call.aliases}  # {the buffer of an output: the input that it is aliased to}
+    aliased_input_of = {n_in + j: i for i, j in call.aliases}  # {buffer of an output: the input with the same memory}
     for name, buffer in buffer_of.items():
         is_output = n_in <= buffer < n_in + len(call.outs)
-        is_stored = buffer in stored or input_of.get(buffer) in stored
-        if is_stored or not is_output:
+        aliased_input = aliased_input_of.get(buffer)
+        if not is_output or buffer in stored or aliased_input in stored:
             continue
-        # An in-out argument has one parameter.  With input_output_aliases, the input has a parameter of its own.
-        is_in_out = buffer in input_of and input_of[buffer] not in buffer_of.values()
-        kind, unstored = ("in-out argument", "keeps its old values") if is_in_out else ("output", "consists of zeros")
+        has_alias = aliased_input is not None
+        kind = "in-out argument" if has_alias and aliased_input not in buffer_of.values() else "output"
+        unstored_value = f"keeps the value of input {aliased_input}" if has_alias else "consists of zeros"
         shown_index = fix_index if call.buffers[buffer].shape else "()"
         alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
         raise TypeError(
             f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
             f"Write `{name}[{shown_index}] = ...`{alternative}. If the kernel need not store to it, pass "
-            f"zero_outputs=True: the {kind} then {unstored}."
+            f"zero_outputs=True: the {kind} then {unstored_value}."
         )
 
 
@@ -2241,7 +2278,7 @@ _READ_ONLY_RULE = "Inputs are read-only, because JAX may share them"
 
 
 def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "", more: str = "") -> TypeError:
-    """Return the error for a kernel that writes to an input (sections 7 to 9).
+    """Return the error for a kernel that writes to an input.
 
     Args:
       subject: the kernel and the verb, for example "numba_kernel 'f' writes", or "numba_kernel 'f' may write".
@@ -2270,8 +2307,8 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # Without a batch, `handler` calls `inner_loop` for one slice.  In an inner loop, each buffer has a pointer to its first
 # slice and a step to the next one, as in the inner loops of NumPy's ufuncs.
 #
-# `run_batch` is the batch scheduler, compiled once per process.  The code of the other two depends on the signature and
-# the emitter (6.5).  The emitter of a backend (6.1) writes the part of `inner_loop` that runs the slices.
+# `run_batch` is the batch scheduler, compiled once per process.  The code of the other two (6.5) depends on the
+# signature (5.1) and the emitter.  The emitter of a backend (6.1) writes the part of `inner_loop` that runs the slices.
 #
 # Invariants:
 # - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run by one thread, and exactly once,
@@ -2287,29 +2324,7 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # - glibc's default floating-point environment (`_FE_DFL_ENV`;
 #   test_fork_reload_and_concurrent_batches_on_eight_devices)
 
-# -- 6.1 The interface to backends: signatures and emitters --------------------------------------------
-
-
-class _Signature(NamedTuple):
-    """The buffers of one slice: inputs, then results (outputs, then scratch).  Result j is buffer `n_in + j`."""
-
-    label: str  # the name of the kernel
-    n_in: int  # number of inputs
-    dtypes: tuple[np.dtype, ...]  # of each buffer
-    ranks: tuple[int, ...]  # of each buffer, without batch dimensions
-    aliases: tuple[tuple[int, int], ...] = ()  # (i, j): result j is aliased to input i
-    zeroed: tuple[int, ...] = ()  # (j, ...): the results that start from zeros
-
-    def __str__(self) -> str:
-        """Return the part of the signature that exported programs rely on.  Changing this text breaks them.
-
-        Every target name contains a hash of it.  Target names without the user's `name=` also contain a hash of
-        `zeroed` (`_Specialization.base_name`).
-        """
-        shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
-        parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
-        parts += [f"output {j} aliased to input {i}" for i, j in self.aliases]
-        return "; ".join(parts)
+# -- 6.1 The interface to backends: arrays, emitters, and messages of errors ---------------------------
 
 
 class _KernelArray(NamedTuple):
@@ -2331,7 +2346,7 @@ class _KernelArray(NamedTuple):
 
 
 class _Emitter:
-    """The part of a handler that a backend provides: the code that runs one slice.
+    """The part of a handler that a backend provides: the code of an inner loop, which runs consecutive slices.
 
     If `code_key` is a tuple, handlers may share object code (`_compile_handler`).  So the key and the signature must
     determine the code that `write` generates.  This code must not contain addresses of objects, or the name of the
@@ -2340,7 +2355,7 @@ class _Emitter:
 
     code_key: tuple | None = None  # None: the code is not shared.  Code for GPUs never is.
     kernel_address: int = 0  # of the compiled kernel
-    report_address: int = 0  # of a function that turns an exception into the address of a message
+    report_address: int = 0  # Numba on CPUs: of a C function that takes a Python exception, and returns its message
     # A `_native_lock_address` that is held while slices run, or 0.  Kernels with the same lock never overlap.
     lock_address: int = 0
     in_order: bool = True  # whether the slices of a call run one after another, on the thread that XLA calls from
@@ -2351,10 +2366,29 @@ class _Emitter:
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         """Generate the part of the C function `inner_loop(frame, buffers, count)` that runs the slices.
 
-        Instructions within `with ir.each_slice(buffers, count) as arrays` run once per slice.  If a slice fails, return
-        its error with `ir.fail`.
+        Instructions within `with ir.each_slice(buffers, count) as arrays` run once per slice, and those within
+        `ir.each_batch_launch` once per batch launch.  If a slice fails, return its error with `ir.fail_inner_loop`.
         """
         raise NotImplementedError
+
+
+# {thread: its last error message}.  XLA copies a message before the thread can store another one.
+_ERROR_MESSAGES: dict[int, Any] = {}
+
+
+def _store_error_message(error: BaseException, label: str) -> int:
+    """Store the message of a kernel's exception as a C string, and return its address.
+
+    The callers are callbacks of machine code, so this function must not raise.  If it did, a callback `report` would
+    return an undefined address.  A KeyboardInterrupt could cause that, but `report` takes only microseconds.
+    """
+    text = "".join(traceback.format_exception_only(error)).strip()
+    advice = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # the text of NumPy's error
+    if len(text) > 10_000:
+        text = text[:10_000] + " [...]"
+    text = f"{text}{advice} (raised in a call of kernel '{label}')".replace("\0", "\\0")
+    _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
+    return ctypes.addressof(message)
 
 
 # -- 6.2 An IR builder: LLVM instructions from Python's operators --------------------------------------
@@ -2378,10 +2412,11 @@ class _Emitter:
 # In 6.5, the number of buffers, the ranks and the aliases are Python values, from the signature.  In 6.4, even the
 # number of buffers is a run-time value, because all handlers share this code.
 #
-# `ret` and `_HandlerBuilder.fail` return from the generated function, not from the Python function that calls them.  A
-# docstring such as "Load x" describes the generated code.  "Generate ..." describes the Python function.  This holds
-# for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5, 9.5 and 10.4.
-# The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
+# `ret` and `fail_inner_loop` return from the generated function, not from the Python function that calls them.  In
+# docstrings, "Load x" describes the generated code, and "Generate ..." the Python function.  "Return x" means that the
+# Python function returns an object that stands for x.  If it is passed to `define`, the C function returns x.  This
+# holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5, 9.5 and
+# 10.4.  The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
 
 type _Value = _Int64 | int  # a run-time value; an int is a constant of the generated code
 
@@ -2430,18 +2465,18 @@ class _StructPointer(_Int64):
     an attribute of this class.  `pointer[i]` is the address of struct i of an array.
     """
 
-    def __init__(self, ir: _IRBuilder, struct: Any, address: _Value) -> None:
-        vars(self).update(ir=ir, struct=struct, value=ir.llvm_value(address))  # `__setattr__` would generate stores
+    def __init__(self, ir: _IRBuilder, struct_type: Any, address: _Value) -> None:
+        vars(self).update(ir=ir, struct_type=struct_type, value=ir.llvm_value(address))  # generates no stores
 
     def __getitem__(self, index: _Value) -> _StructPointer:
-        return _StructPointer(self.ir, self.struct, self + index * ctypes.sizeof(self.struct))
+        return _StructPointer(self.ir, self.struct_type, self + index * ctypes.sizeof(self.struct_type))
 
     def address_of(self, field: str) -> _Int64:
-        return self + getattr(self.struct, field).offset
+        return self + getattr(self.struct_type, field).offset
 
     def __getattr__(self, field: str) -> Any:
         address = self.address_of(field)  # raises an AttributeError for an unknown field
-        field_type = dict(self.struct._fields_)[field]
+        field_type = dict(self.struct_type._fields_)[field]
         if issubclass(field_type, ctypes.Structure):  # a struct within the struct is not loaded
             return _StructPointer(self.ir, field_type, address)
         value = self.ir.load(address, ctypes.sizeof(field_type))
@@ -2450,7 +2485,7 @@ class _StructPointer(_Int64):
         return value
 
     def __setattr__(self, field: str, value: Any) -> None:
-        self.ir.store(value, self.address_of(field), getattr(self.struct, field).size)
+        self.ir.store(value, self.address_of(field), getattr(self.struct_type, field).size)
 
 
 class _Variable(ctypes.Structure):
@@ -2470,7 +2505,7 @@ class _IRBuilder:
 
     Every parameter and result of a function is a 64-bit integer or an address.  C functions with int or void are also
     called like this, because x86-64 and arm64 pass an int in a 64-bit register.  The upper half of an int result is
-    undefined.  LLVM's optimization passes for IR are not run, which saves 40 ms per kernel.
+    undefined.  LLVM's optimization passes for IR, which would take another 10 to 20 ms, are not run.
     """
 
     def __init__(self) -> None:
@@ -2541,9 +2576,6 @@ class _IRBuilder:
             return self.cgutils.get_or_insert_function(self.module, any_type, x).ptrtoint(self.i64)
         return self.llvmlite_ir.Constant(self.i64, x if isinstance(x, int) else ctypes.cast(x, _PTR).value)
 
-    def constant(self, x: int) -> _Int64:
-        return _Int64(self, self.llvm_value(x))
-
     def _pointer(self, address: _Value, nbytes: int = 1) -> Any:
         """Return llvmlite's pointer to an integer of this size."""
         return self.llvm_builder.inttoptr(self.llvm_value(address), self.llvmlite_ir.IntType(8 * nbytes).as_pointer())
@@ -2599,11 +2631,11 @@ class _IRBuilder:
             self.store(value, address + 8 * i)
         return address
 
-    def new_struct(self, struct: Any, **fields: Any) -> _StructPointer:
+    def new_struct(self, struct_type: Any, **fields: Any) -> _StructPointer:
         """Return a struct on the stack with these fields, and with its size if it is one of XLA's."""
-        pointer = self.alloca(struct)
-        if struct._fields_[0][0] == "struct_size":
-            fields |= {"struct_size": ctypes.sizeof(struct), "extension_start": 0}
+        pointer = self.alloca(struct_type)
+        if struct_type._fields_[0][0] == "struct_size":
+            fields |= {"struct_size": ctypes.sizeof(struct_type), "extension_start": 0}
         for name, value in fields.items():
             setattr(pointer, name, value)
         return pointer
@@ -2723,7 +2755,7 @@ class _BatchedBuffer(ctypes.Structure):
 
     _fields_ = (
         ("pointer", _PTR),  # address of the current slice
-        ("step", _I64),  # bytes to the next slice of a row; 0 if that is the same slice
+        ("step", _I64),  # bytes to the next slice of a row: `slice_nbytes`, or 0 if that is the same slice
         ("batch_dims", _PTR),  # int64[]: the batch dimensions, which end where `dims` begins
         ("dims", _PTR),  # int64[]: the dimensions of a slice
         ("slice_nbytes", _I64),  # bytes of a slice: `b.itemsize` above
@@ -2737,7 +2769,7 @@ class _HandlerData(ctypes.Structure):
     _fields_ = (
         # Hints, which any thread may overwrite at any time, so they may come from different calls:
         ("measured_ticks", _I64),  # time of a slice when it was last measured
-        ("measured_total_nbytes", _I64),  # `_Batch.total_slice_nbytes` at that time, which stands for the shapes
+        ("measured_nbytes_per_slice", _I64),  # `_Batch.nbytes_per_slice` at that time, a cheap proxy for the shapes
         # Set by `_compile_handler`:
         ("n_buffers", _I64),  # number of buffers, including scratch
         ("max_inner_loop_nbytes", _I64),  # an inner loop of several slices has about this many bytes at most
@@ -2762,7 +2794,7 @@ class _Batch(ctypes.Structure):
         ("shape", _PTR),  # int64[depth]: the batch dimensions
         ("strides", _PTR),  # int64[depth][n_buffers]: bytes to the next position; 0 if the size 1 broadcasts
         ("n_slices", _I64),  # number of slices: the product of `shape`
-        ("total_slice_nbytes", _I64),  # bytes of a slice in all buffers: the sum of their `slice_nbytes`
+        ("nbytes_per_slice", _I64),  # bytes of a slice in all buffers: the sum of their `slice_nbytes`
         ("row_length", _I64),  # number of slices in a row; an inner loop does not cross the end of a row
         ("max_inner_loop_length", _I64),  # in slices
     )
@@ -2786,9 +2818,9 @@ class _SharedState(ctypes.Structure):
 _WAIT_LOCK = 1  # pythread.h: PyThread_acquire_lock waits until the lock is free
 
 # Estimates, in microseconds of work:
-_MIN_MEASURABLE_US = 1  # a shorter time does not predict how long other slices take
+_MIN_MEASURABLE_US = 1  # `run_serial_and_measure` does not extrapolate from a shorter time
 _MIN_PARALLEL_US = 40  # for less work, it does not pay off to wake threads
-_MIN_US_PER_THREAD = 15  # each thread that is woken must have this much work
+_US_PER_TASK = 15  # a task, which wakes a thread, is queued for so much work; if no chunk is left, it ends at once
 _CHUNK_US = 20  # a thread claims this much work at a time; not all of its share, because cores differ in speed
 
 
@@ -2840,18 +2872,18 @@ class _BatchScheduler(_IRBuilder):
         batch.shape = self.alloca(_I64, depth)
         batch.strides = self.alloca(_I64, depth * handler_data.n_buffers)
         batch.n_slices = 1
-        batch.total_slice_nbytes = 0
+        batch.nbytes_per_slice = 0
         with self.loop(handler_data.n_buffers) as k:
             buffers[k].n_own_slices = 1
-            batch.total_slice_nbytes = batch.total_slice_nbytes + buffers[k].slice_nbytes
+            batch.nbytes_per_slice = batch.nbytes_per_slice + buffers[k].slice_nbytes
         with self.loop(depth) as i:
             self._add_dimension(batch, depth - 1 - i)
         self._choose_rows(batch)
         # The last `+ 1` allows at least one slice; the first avoids a division by zero if all buffers are empty.
-        batch.max_inner_loop_length = handler_data.max_inner_loop_nbytes // (batch.total_slice_nbytes + 1) + 1
+        batch.max_inner_loop_length = handler_data.max_inner_loop_nbytes // (batch.nbytes_per_slice + 1) + 1
         with self.if_((batch.n_slices < 2) | handler_data.in_order):
             self.ret(self.call("run_range", batch, 0, batch.n_slices))
-        is_measured = handler_data.measured_total_nbytes == batch.total_slice_nbytes
+        is_measured = handler_data.measured_nbytes_per_slice == batch.nbytes_per_slice
         ticks_per_slice = self.select(is_measured, handler_data.measured_ticks, 0)
         work_us = ticks_per_slice * batch.n_slices // self.ticks_per_us
         with self.if_(work_us > _MIN_PARALLEL_US):
@@ -2959,7 +2991,7 @@ class _BatchScheduler(_IRBuilder):
     def _record_time(self, batch: _StructPointer, ticks: _Int64, count: _Int64) -> None:
         """Record the time of `count` slices, so that `run_batch` can estimate the work of later calls."""
         batch.handler_data.measured_ticks = ticks // count
-        batch.handler_data.measured_total_nbytes = batch.total_slice_nbytes
+        batch.handler_data.measured_nbytes_per_slice = batch.nbytes_per_slice
 
     def now(self) -> _Int64:
         """Return the time of a monotonic clock in ticks: cycles on x86, nanoseconds elsewhere."""
@@ -2979,8 +3011,8 @@ class _BatchScheduler(_IRBuilder):
     # - Cancellation.  If a slice fails, its thread cancels the rest of its chunk and all slices that are not claimed.
     #   It moves `next_slice` beyond `n_slices`, and subtracts these slices from `n_unsettled`.  Chunks of other threads
     #   still run.  If several slices fail, the call returns one of their errors, not necessarily the first.
-    # - No deadlock.  The caller waits only for claimed slices, never for queued tasks, because a task may be queued
-    #   behind another caller that waits.  A task that starts late finds no slices to claim.
+    # - No deadlock.  Callers may be on threads of the pool, so a task may be queued behind a caller that waits.  So
+    #   callers wait only for claimed slices, never for queued tasks.  A task that starts late finds no slices to claim.
     # - Memory.  The thread that drops the last reference frees the shared state.
 
     def run_parallel(self, batch: _StructPointer, first: _Int64, work_us: _Int64) -> _Int64:
@@ -2993,7 +3025,7 @@ class _BatchScheduler(_IRBuilder):
         args = self.new_struct(XLA_FFI_ThreadPool_NumThreads_Args, ctx=batch.frame.ctx, num_threads=address)
         self._destroy_error(batch.frame, self.call_api(batch.frame, "ThreadPool_NumThreads", args))
         rest = batch.n_slices - first
-        n_tasks = self.minimum(n_threads.current - 1, rest - 1, work_us // _MIN_US_PER_THREAD)
+        n_tasks = self.minimum(n_threads.current - 1, rest - 1, work_us // _US_PER_TASK)
         shared.batch = batch
         shared.next_slice = first
         shared.n_slices = batch.n_slices
@@ -3035,7 +3067,7 @@ class _BatchScheduler(_IRBuilder):
             error = self.call("run_range", shared.batch, first, stop)
             ticks = self.call("now") - began
             n_settled = self.variable(stop - first)
-            with self.if_(error == 0):
+            with self.if_(error == 0):  # even of a short last chunk: a low estimate only means a new measurement
                 self._record_time(shared.batch, ticks, stop - first)
             with self.if_(error):
                 n_settled.current = n_settled.current + self._cancel_unclaimed(shared)
@@ -3072,9 +3104,9 @@ def _scheduler_engine() -> Any:
 
 _HANDLER_CODE: dict[tuple, bytes] = {}  # {the key of `_compile_handler`: object code}
 
-# On a CPU, the slices of an inner loop have about this size in all buffers together.  So zeroed results are still in
-# the CPU's cache when the slices run.  In a trial with 64 slices of 400 KB, zeros cost 8 to 17% of the time of a sum
-# x + y if each slice was zeroed right before it ran, and 50 to 70% if all slices were zeroed at once.
+# On a CPU, the slices of an inner loop have at most about this size in all buffers together, unless it is one slice.
+# So zeroed results are still in the L1 cache, which is often this large, when the slices run.  Zeros of 64 slices of
+# 400 KB cost 8 to 17% of the time of a sum x + y if each slice was zeroed right before it ran, else 50 to 70%.
 _INNER_LOOP_NBYTES = 1 << 15
 
 _HUGE_PAGE_MIN_NBYTES = 1 << 22  # NumPy uses huge pages from this size on, too
@@ -3135,7 +3167,7 @@ class _HandlerBuilder(_IRBuilder):
     def inner_loop(self, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> int:
         """Run `count` consecutive slices.  On a CPU, first zero their parts of the buffers in `signature.zeroed`.
 
-        Results have all batch dimensions, so these parts are contiguous.
+        Results have all batch dimensions at full size, so these parts are contiguous.
         """
         if not self.emitter.libcuda:  # on a GPU, `_prepare_results` has zeroed all slices
             for j in self.signature.zeroed:
@@ -3244,9 +3276,9 @@ class _HandlerBuilder(_IRBuilder):
     def _batch_depth(self, xla_buffers: Sequence[_StructPointer]) -> _Int64:
         """Return the number of batch dimensions of the call: the rank of the last buffer, minus the rank of its slices.
 
-        The last buffer has all batch dimensions: results do, and without results, so do all inputs (5.2).
+        Results have all batch dimensions.  So do the inputs of a call without results, which is not partitioned (5.2).
         """
-        return xla_buffers[-1].rank - self.signature.ranks[-1] if xla_buffers else self.constant(0)
+        return xla_buffers[-1].rank - self.signature.ranks[-1] if xla_buffers else _Int64(self, self.llvm_value(0))
 
     def _batched_buffers(self, xla_buffers: Sequence[_StructPointer]) -> _StructPointer:
         """Return an array of `_BatchedBuffer` at their first slices.
@@ -3311,15 +3343,15 @@ class _HandlerBuilder(_IRBuilder):
                 self.copy_bytes(result, source, nbytes)
 
     def _write_gpu_memory(self, frame: _StructPointer, nbytes: _Int64, driver_function: str, *args: _Value) -> None:
-        """Call `driver_function(*args, nbytes, stream)`, which CUDA graphs can capture.  Return its error, if any."""
+        """Call `driver_function(*args, nbytes, stream)`, which CUDA graphs can capture.  If it fails, end `handler`."""
         libcuda, label = self.emitter.libcuda, self.signature.label
         assert libcuda is not None
 
         def report(code: int) -> int:  # runs in Python, if the driver has failed
             text = (
-                f"{driver_function} could not initialize an output ({libcuda.describe(code)}). If a kernel has "
-                "accessed memory out of bounds, all later calls of the CUDA driver fail. To find this kernel, run "
-                "`compute-sanitizer python script.py`."
+                f"{driver_function} could not initialize an output or scratch buffer ({libcuda.describe(code)}). If a "
+                "kernel has accessed memory out of bounds, all later calls of the CUDA driver fail. To find this "
+                "kernel, run `compute-sanitizer python script.py`."
             )
             return _store_error_message(RuntimeError(text), label)
 
@@ -3337,14 +3369,14 @@ class _HandlerBuilder(_IRBuilder):
 
     # -- for emitters --
 
-    def fail(self, frame: _StructPointer, message: _Int64) -> None:
+    def fail_inner_loop(self, frame: _StructPointer, message: _Int64) -> None:
         """Return an error from `inner_loop`.  `message` is the address of a C string."""
         error = self._create_error(frame, message)
         self._restore_environment_and_unlock()
         self.ret(error)
 
     def launch_attribute(self, frame: _StructPointer) -> _Int64:
-        """Return the address of the elements of `launch`, an int64 array.  Every call has exactly this attribute."""
+        """Return the address of the elements of the launch attribute, which is the only attribute of a call."""
         return _StructPointer(self, XLA_FFI_Array, self.load(frame.attrs.attrs)).data
 
 
@@ -3398,26 +3430,7 @@ class _CallbackEmitter(_Emitter):
             ir.call(self.callback, memory)
             message = ir.load(memory + 8 * (len(words) - 1))
             with ir.if_(message):
-                ir.fail(frame, message)
-
-
-# {thread: its last error message}.  XLA copies a message before the thread can store another one.
-_ERROR_MESSAGES: dict[int, Any] = {}
-
-
-def _store_error_message(error: BaseException, label: str) -> int:
-    """Store the message of a kernel's exception as a C string, and return its address.
-
-    The callers are called by machine code, so this function must not raise.  If it did, ctypes would return an
-    undefined address.  A KeyboardInterrupt could cause that, but the callers take only microseconds.
-    """
-    text = "".join(traceback.format_exception_only(error)).strip()
-    advice = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # the text of NumPy's error
-    if len(text) > 10_000:
-        text = text[:10_000] + " [...]"
-    text = f"{text}{advice} (raised in a call of kernel '{label}')".replace("\0", "\\0")
-    _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
-    return ctypes.addressof(message)
+                ir.fail_inner_loop(frame, message)
 
 
 # ======================================================================================================
@@ -4315,7 +4328,7 @@ class _NumbaEmitter(_Emitter):
             function = builder.inttoptr(address.value, pointer_type)
             status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
             with builder.if_then(status.is_error, likely=False):
-                ir.fail(frame, self._write_error_message(ir, context, status))
+                ir.fail_inner_loop(frame, self._write_error_message(ir, context, status))
 
     def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
         """Create the Python exception of a status, and return the address of its message."""
@@ -5974,7 +5987,7 @@ class _CudaLauncher:
             args = function, *config._replace(grid_z=z), stream, ir.array(param_addresses), extra
             code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
             with ir.if_(code & 0xFFFF_FFFF):  # the result is a C int
-                ir.fail(frame, ir.call(self.report, code, function, z, ir.launch_attribute(frame)))
+                ir.fail_inner_loop(frame, ir.call(self.report, code, function, z, ir.launch_attribute(frame)))
 
         return write_launch
 
@@ -7592,8 +7605,8 @@ class XLACustomKernel(_PickledByReference):
     def __call__(self, /, *ins: Any, outs: Any, backend: str | None = None, **params: Any) -> Any:
         """Call the op.  The docstring of the class describes the arguments."""
         has_tracers = False
-        # `_INPUT_TYPES` has the types of scalars and arrays that need no conversion.  Tracers are not among them.
-        if not _INPUT_TYPES.issuperset(map(type, ins)):
+        # `_FAST_PATH_TYPES` has the types of scalars and arrays that need no conversion.  Tracers are not among them.
+        if not _FAST_PATH_TYPES.issuperset(map(type, ins)):
             ins, has_tracers = _convert_inputs(ins, self.title)
         declared_outs = outs
         if callable(outs):
