@@ -2870,6 +2870,21 @@ def test_on_cuda_aliased_input_shares_memory_with_output(kind):
     np.testing.assert_array_equal(x, [0, 0, 0, 0])
 
 
+@needs_cuda
+def test_on_cuda_store_to_aliased_input_changes_output():
+    kernel = new_cuda_kernel(cuda, "x, out", "i = cuda.grid(1); x[i] = 7; out[i] += 1")
+    call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
+    np.testing.assert_array_equal(call(jnp.zeros(4)), [8, 8, 8, 8])
+
+
+@needs_cuda
+def test_on_cuda_kernel_with_thread_indices_takes_more_launch_dims_than_cuda_grid():
+    body = "i = cuda.grid(1); j = cuda.threadIdx.y\nif i < 3 and j < 2: out[j, i] = x[j, i] + 1"
+    kernel = new_cuda_kernel(cuda, "x, out", body)
+    call = xk.numba_cuda_kernel(kernel, like_first, launch_dims=(3, 2))
+    np.testing.assert_array_equal(call(jnp.ones((2, 3))), np.full((2, 3), 2))
+
+
 def callable_from_body(body, **values):
     """Return a callable that references `cuda`, because the library finds the package of a callable by its globals."""
     return kernel_from_body(f"cuda\n{body}", "x, out, stream", cuda=cuda, **values)

@@ -53,8 +53,8 @@ work here.
 #     12 Backends          a table of the backends, and the self-check
 #
 # A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
-# 5 uses `_BACKENDS` of 12, and 6 calls the functions of 9 that write code for GPUs.  A new backend needs a section like
-# section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# and 5 uses `_BACKENDS` of 12.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a
+# `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
@@ -91,7 +91,10 @@ work here.
 #     explicit signature the argument types in a Numba decorator: @njit("float64(float64)")
 #     specialization     the signature, options and name for which a kernel is compiled
 #     target             a custom-call target: a name under which XLA finds a handler
+#     label              the name of a kernel, such as "add", in signatures
+#     title              the subject of an error message, such as "numba_kernel 'add'", or "Kernel 'add'"
 #     handler            the machine code that XLA calls for a target
+#     frame              the XLA_FFI_CallFrame with which XLA calls a handler: the buffers and attributes of the call
 #     inner loop         the function of a handler that runs consecutive slices
 #     emitter            the object that writes a backend's part of a handler
 #     argument map       the buffer of each parameter of a kernel, and how it is passed
@@ -134,7 +137,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -1447,6 +1450,11 @@ class _Signature(NamedTuple):
         parts += [f"output {j} aliased to input {i}" for i, j in self.aliases]
         return "; ".join(parts)
 
+    @property
+    def unaliased_inputs(self) -> set[int]:
+        """Return the inputs that a kernel must not change, because no output is aliased to them."""
+        return set(range(self.n_in)).difference(dict(self.aliases))
+
 
 @dataclasses.dataclass(frozen=True)
 class _CallParams:
@@ -1884,6 +1892,11 @@ class _Options:
         """Return whether the slices of a batch must run one after another, on one thread."""
         return self.vmap_method in ("sequential", "sequential_unrolled")
 
+    @property
+    def checks_outputs(self) -> bool:
+        """Return whether it is an error if a kernel never stores to an output."""
+        return self.zero_outputs is None
+
 
 def _as_names(names: Any) -> Collection:
     """Return the parameter names that an option gives as a list, or as a set if they are one."""
@@ -2296,9 +2309,10 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # ======================================================================================================
 # 6. The native handler: machine code for `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`, generated with llvmlite.
 #
-# XLA calls `handler` with a frame, which refers to the buffers of a call: inputs, then results (outputs, then scratch).
-# The batch dimensions of a buffer come before the dimensions of a slice.  A batch dimension along which a buffer does
-# not vary has size 1, and broadcasts.  A replicated input has no batch dimensions (5.2).  Three C functions run a call:
+# XLA calls `handler` with an XLA_FFI_CallFrame, the frame.  It refers to the buffers of a call: inputs, then results
+# (outputs, then scratch).  The batch dimensions of a buffer come before the dimensions of a slice.  A batch dimension
+# along which a buffer does not vary has size 1, and broadcasts.  A replicated input has no batch dimensions (5.2).
+# Three C functions run a call:
 #
 #     handler(frame)                            prepares the results
 #         run_batch(frame, ...)                 splits a batch into inner loops, and chooses their threads (6.4)
@@ -3433,6 +3447,104 @@ class _CallbackEmitter(_Emitter):
                 ir.fail_inner_loop(frame, message)
 
 
+# -- 6.7 GPUs: CUDA's driver, and the stream of a call ---------------------------------------------------
+# This is for 6.5, 6.6, and the emitters of sections 9 and 10.
+
+# cuda.h: CUfunction_attribute and CUdevice_attribute
+_FUNC_MAX_THREADS_PER_BLOCK = 0
+_FUNC_STATIC_SHARED_BYTES = 1
+_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
+_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
+
+
+class _LibCuda:
+    """The library libcuda (CUDA's driver).  Python calls it with these methods, and handlers call its addresses."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(getattr(self.library, name), _PTR).value or 0
+
+    def describe(self, code: int) -> str:
+        """Return CUDA's name for an error code."""
+        name = ctypes.c_char_p()
+        self.library.cuGetErrorName(code, ctypes.byref(name))
+        return (name.value or b"an unknown error").decode()
+
+    def exceeded_limits_text(self, function: int, config: _LaunchConfig) -> str:
+        """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
+        threads = "threads in a block, because of its registers or launch bounds"
+        text = ""
+        for attribute, size, unit in (
+            (_FUNC_MAX_THREADS_PER_BLOCK, config.threads_per_block, threads),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config.shared_mem, "bytes of dynamic shared memory"),
+        ):
+            with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
+                limit = self.function_attribute(function, attribute)
+                if size > limit:
+                    text += f"; on this GPU the kernel can have at most {limit} {unit}, and the launch has {size}"
+        return text
+
+    def function_attribute(self, function: int, attribute: int) -> int:
+        """Return an attribute of a CUfunction."""
+        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the driver.  Raise a RuntimeError if it fails."""
+        if code := getattr(self.library, name)(*args):
+            raise RuntimeError(f"{name} failed with {self.describe(code)}")
+
+    def get(self, kind: Any, name: str, *args: Any) -> int:
+        """Call a function of the driver, whose first argument is a pointer to its result.  Return the result.
+
+        `kind` is the C type of the result.
+        """
+        result = kind()
+        self.call(name, ctypes.byref(result), *args)
+        return result.value or 0  # the value of a null pointer is None
+
+    @contextlib.contextmanager
+    def keeping_context(self) -> Iterator:
+        """Restore the current context at the end, because Warp may make another one current."""
+        context = self.get(_PTR, "cuCtxGetCurrent")
+        try:
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", _PTR(context))
+
+    def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
+        """Load machine code in the current context, and return the CUfunction `entry`.  It is never unloaded.
+
+        Its launches may have as much dynamic shared memory as the device allows.
+        """
+        module = self.get(_PTR, "cuModuleLoadData", cubin)
+        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
+        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
+        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
+        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
+        return function
+
+
+def _query_xla(ir: _HandlerBuilder, frame: _StructPointer, function: str, args_struct: Any) -> Any:
+    """Call a function of XLA's API that fills in its struct of arguments.  If it fails, return its error to XLA."""
+    args = ir.new_struct(args_struct, ctx=frame.ctx)
+    error = ir.call_api(frame, function, args)
+    ir.ret(error, when=error)
+    return args
+
+
+def _load_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
+    """Load the stream of the call."""
+    return _query_xla(ir, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
+
+
+def _load_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
+    """Load the stream and the CUDA ordinal of the call."""
+    ordinal = _query_xla(ir, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+    return _load_stream(ir, frame), ordinal
+
+
 # ======================================================================================================
 # 7. Numba on CPUs: a wrapper, and an emitter that calls the code that Numba compiles.
 #
@@ -3659,15 +3771,15 @@ class _NumbaKernel(_NumbaWrapper):
         signature = call.signature(self.__name__)
         argument_maps = self._argument_maps(call, may_return=True)
         in_order = self.options.in_order
-        checks_outputs = self.options.zero_outputs is None
+        checks_outputs = self.options.checks_outputs
 
-        def compile_handler() -> _CompiledHandler:
+        def compile_if_new() -> _CompiledHandler:
             compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, checks_outputs)
             return compiler.compile_kernel_and_handler(argument_maps, in_order)
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_handler)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_if_new)
         platform_phrase = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or call the function with "
             "jax.pure_callback"
@@ -3750,8 +3862,7 @@ class _ArgumentMap(NamedTuple):
 
         Scalars are left out, because the kernel gets values.  So are inputs aliased to an output, which it may change.
         """
-        inputs = self.maybe_written_buffers(only_read_positions).intersection(range(signature.n_in))
-        return inputs - self.scalars - {i for i, _ in signature.aliases}
+        return (self.maybe_written_buffers(only_read_positions) & signature.unaliased_inputs) - self.scalars
 
     def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
         """Return the adapter, a Python function.
@@ -4902,7 +5013,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
             "arguments come first), and ignore the additional result."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
-    if wrapper.options.zero_outputs is None:
+    if wrapper.options.checks_outputs:
         stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
         _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")
 
@@ -4914,16 +5025,15 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 # simulator, which runs kernels of numba-cuda in Python, on the CPU.  The CUDA target that is a part of Numba is treated
 # like numba-cuda.
 #
-# From the user's call to a launch:
+# From the user's call to a launch on a GPU:
 #
-#     `_CudaKernel._find_target`              checks the call, and chooses its launch configuration (9.1, 9.2)
-#       `_CudaCompiler`                       compiles the kernel with its package (9.3), checks stores to inputs (9.4),
-#                                             and loads the machine code on each GPU, with CUDA's driver API (9.5)
-#         `_CudaEmitter`                      writes a handler that launches the kernel once per slice (9.5)
+#     `_CudaKernel._find_target`              chooses the launch configuration (9.1), and checks the call (9.2)
+#       `_CudaPackage`                        stands for the package of the kernel (9.3)
+#         `_CudaCompiler`                     compiles the kernel, checks its stores to inputs, and loads it (9.4)
+#           `_CudaEmitter`                    writes a handler that launches the kernel once per slice (9.5)
 #     `_CudaBatchLaunch.ensure_compiled`      when a batch is lowered: one launch for many slices (9.6)
 #
-# Section 6 calls `_load_stream` and `_load_stream_and_device` of 9.5, for outputs and for Python callbacks.  Section 10
-# uses 9.5 for Warp's kernels.
+# Section 10 uses 9.1, 9.5 and the limits of 9.6 for Warp's kernels.
 #
 # Most of what this section uses of the packages is not documented.  If a new version removes or renames one of these
 # parts, there is an error:
@@ -4933,7 +5043,8 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #     `cuda`              `gpus`, `from_cuda_array_interface`, `external_stream`, `_numba_type_` of device arrays
 #     others              `FakeCUDAArray` of the simulator; `ir_utils.find_callname` and `.find_const` of Numba
 #
-# If one of these facts changes, there may be no error, but tests named test_fakecuda fail.
+# If one of these facts changes, there may be no error.  Of the tests that belong to this file, those named
+# test_fakecuda then fail.
 #
 #     parameters          their layout (`param_words`)
 #     launches            the options and functions that need more than cuLaunchKernel (`_check_launch`)
@@ -4981,12 +5092,12 @@ def numba_cuda_kernel(
     `vmap` launches the kernel once for up to 65,535 batch elements.  Each element has its own z index of the grid, and
     the elements run in any order.  In these cases there is a launch per batch element, in order:
 
-    - `vmap_method="sequential"`;
-    - a grid with several blocks along z;
-    - a kernel that reads z of its blocks or grid, uses clusters, calls external functions, or may write to a global
-      device array;
-    - the compilation for batches fails, or captured values have changed since the kernel was compiled;
-    - the kernel that is compiled for batches allows fewer threads in a block than the launch has.
+    - The option `vmap_method="sequential"` is given.
+    - The grid has several blocks along z.
+    - The kernel reads z of its blocks or grid, uses clusters, calls external functions, or may write to a global device
+      array.
+    - The kernel does not compile for batches, or captured values have changed since it was compiled.
+    - The kernel that is compiled for batches allows fewer threads in a block than the launch has.
 
     The logger "xla_kernels" (this module's name) states the reason, at level DEBUG.
 
@@ -5025,7 +5136,9 @@ def numba_cuda_kernel(
       TypeError: See `numba_kernel`.  Also if a kernel needs more than one plain call of cuLaunchKernel (`debug=True`,
         cooperative kernels).  Use `numba_cuda_callable` for these.
       ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, if they
-        exceed CUDA's limits (1,024 threads in a block), or if `threads_per_block` is given but not used.
+        exceed CUDA's limits (1,024 threads in a block), if `threads_per_block` is given but not used, or if the number
+        of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  A kernel that uses y or z of `cuda.threadIdx` or
+        `cuda.blockIdx` may have any number.
       NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
       jax.errors.JaxRuntimeError: If a launch fails.  The text has CUDA's error, and the limit that was exceeded.
 
@@ -5068,6 +5181,8 @@ def numba_cuda_callable(
     - Launch every kernel on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
     - Store the results to the outputs, and change no input.
     - Do not use the arguments after the call, and do not call JAX.
+    - Create only one wrapper of a function: each compiles a handler, which keeps the function and its captured values
+      forever.
 
     Inputs are read-only device arrays, unless an output is aliased to them.  The launch of a kernel that assigns to an
     element of an input raises an error.  These stores are not noticed:
@@ -5084,8 +5199,8 @@ def numba_cuda_callable(
     Args:
       func: A Python function or method.  The arrays and the stream belong to the CUDA package (`numba.cuda` or
         `numba_cuda_mlir`) whose kernel or module `cuda` is referenced by `func`, as a global, closure variable or
-        default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Create only
-        one wrapper of a function: each compiles a handler, which keeps the function and its captured values forever.
+        default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Of two such
+        packages, the simulator comes first, then `numba_cuda_mlir`.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -5281,13 +5396,18 @@ def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, 
 
 
 def _n_cuda_grid_indices(kernel: Any) -> int:
-    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if no n is known."""
+    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if it is unknown.
+
+    A kernel may get more indices from `cuda.blockIdx.y`, `cuda.threadIdx.z`, and so on, so n is unknown then, too.
+    """
     from numba.core import ir_utils
 
     n_indices = [0]
     for function in _kernel_and_helpers(kernel):
         numba_ir = _numba_ir(function)
         for block in numba_ir.blocks.values() if numba_ir else ():
+            if any(x.attr in ("y", "z") for x in block.find_exprs("getattr")):
+                return 0
             for call in block.find_exprs("call"):
                 name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
                 if name == "grid" and _is_library_module(str(module)):
@@ -5323,7 +5443,7 @@ class _CudaWrapper(_NumbaWrapper):
         self,
         package: _CudaPackage,
         signature: _Signature,
-        compile_handler: _CompileHandlerFunction,
+        compile_if_new: _CompileHandlerFunction,
         *,
         freezes_globals: bool,
         key: tuple = (),
@@ -5335,7 +5455,7 @@ class _CudaWrapper(_NumbaWrapper):
         """
         options = "cuda", package.module, *key
         specialization = _Specialization(signature, options, package.platform, self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_if_new, freezes_globals)
         return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
@@ -5368,32 +5488,28 @@ class _CudaKernel(_CudaWrapper):
             _check_n_indices(self.title, f"launch_dims={launch_dims}", np.size(launch_dims), n_indices, "cuda.grid")
         [argument_map] = self._argument_maps(call, may_return=False)
         in_order = self.options.in_order
-        checks_outputs = self.options.zero_outputs is None
+        checks_outputs = self.options.checks_outputs
 
-        def compile_handler() -> _CompiledHandler | None:
-            only_read = _only_read_positions(self.kernel)
-            if not _local_devices(package.platform):  # this process only lowers programs
-                handler = None
-            elif package.platform == "cpu":  # the simulator
-                handler = package.compile_handler(self.kernel, argument_map, signature)
-            else:
-                maybe_written = argument_map.maybe_written_inputs(only_read, signature)
-                unproven = argument_map.names_of(maybe_written, self.parameters)
-                compiler = _CudaCompiler(package, self.kernel, argument_map, signature, in_order, unproven)
-                handler = compiler.compile_kernel_and_handler()
+        def compile_if_new() -> _CompiledHandler | None:
+            only_read_positions = _only_read_positions(self.kernel)
+            handler = None
+            if _local_devices(package.platform):  # otherwise this process only lowers programs
+                maybe_written = argument_map.maybe_written_inputs(only_read_positions, signature)
+                names = argument_map.names_of(maybe_written, self.parameters)
+                handler = package.compile_kernel_and_handler(self.kernel, argument_map, signature, in_order, names)
             if checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
-                stored = argument_map.maybe_written_buffers(only_read)
+                stored = argument_map.maybe_written_buffers(only_read_positions)
                 _check_outputs_are_stored(self.title, buffer_of, stored, call, fix_index="i")
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
         key = argument_map, in_order, checks_outputs
-        target = self._target(package, signature, compile_handler, freezes_globals=freezes_globals, key=key)
+        target = self._target(package, signature, compile_if_new, freezes_globals=freezes_globals, key=key)
         target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
-            # Lowering compiles batch launches.  A program that another process exported is never lowered here, and it
-            # may call a named target.  So compile now.  This does nothing without a GPU, or if it was done before.
+            # An exported program calls a named target without lowering it in this process, so no later step would
+            # compile the batch launch.  This does nothing without a GPU, or if it was done before.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
@@ -5414,20 +5530,20 @@ class _CudaCallable(_CudaWrapper):
         function = getattr(self.kernel, "__func__", self.kernel)  # of a method
         package = _callable_package(function)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.buffers, "a stream"])
-        readonly_inputs = frozenset(range(len(call.ins))).difference(dict(call.aliases))
+        readonly_inputs = signature.unaliased_inputs
         for helper in _kernel_and_helpers(function):
             # numba-cuda 0.30 passes no read-only arrays to a helper with explicit signatures.
             if getattr(helper, "targetoptions", {}).get("device") and not helper._can_compile:
-                readonly_inputs = frozenset()
+                readonly_inputs = set()
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper and its caches.
         run = functools.partial(_run_callable, self.kernel, self.title)
 
-        def compile_handler() -> _CompiledHandler | None:
+        def compile_if_new() -> _CompiledHandler | None:
             if not _local_devices(package.platform):  # this process only lowers programs
                 return None
             return _compile_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
 
-        return self._target(package, signature, compile_handler, freezes_globals=False)
+        return self._target(package, signature, compile_if_new, freezes_globals=False)
 
 
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
@@ -5461,19 +5577,40 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 
 
 # -- 9.3 The packages ----------------------------------------------------------------------------------
-# A package has three members: `module`, the name of its module `cuda`; `platform`, the platform on which JAX calls its
-# kernels; and `callback_emitter(signature, run, readonly_inputs)`.  This method returns an emitter that calls
-# `run(arrays, stream, launch_address)` in Python for each slice, with arrays and a stream of the package, and the
-# address of the launch attribute.  `readonly_inputs` has the indices of the inputs that are read-only arrays.
-type _CudaPackage = _GpuPackage | _CudaSimulator
+
+
+class _CudaPackage:
+    """A package that runs kernels of `@cuda.jit`: a `_CompiledCudaPackage`, or the `_CudaSimulator`."""
+
+    module: str  # the name of the package's module `cuda`
+    platform: str  # the platform on which JAX calls its kernels
+
+    def compile_kernel_and_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, maybe_written: Sequence
+    ) -> _CompiledHandler:
+        """Compile a kernel, and a handler that runs it for each slice.
+
+        `maybe_written` has the names of the inputs that the kernel may write to, as far as Numba's IR shows.  A store
+        to one of them is an error, which is raised by this function, or by the simulator in a call.
+        """
+        raise NotImplementedError
+
+    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
+
+        The arrays and the stream are objects of the package.  `launch_address` is the address of the launch attribute,
+        and `readonly_inputs` has the indices of the inputs that are read-only arrays.
+        """
+        raise NotImplementedError
+
 
 # numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once.
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _GpuPackage:
-    """A package that compiles kernels for GPUs."""
+class _CompiledCudaPackage(_CudaPackage):
+    """A package that compiles kernels for GPUs: numba-cuda or numba-cuda-mlir."""
 
     module: str
     device_inline: str  # the option `inline` of a device function that an adapter calls
@@ -5499,6 +5636,9 @@ class _GpuPackage:
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
+    def compile_kernel_and_handler(self, *args: Any) -> _CompiledHandler:
+        return _CudaCompiler(self, *args).compile_kernel_and_handler()
+
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
         def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
@@ -5515,7 +5655,7 @@ class _GpuPackage:
 
 def _memref_descriptor(array: _KernelArray) -> list[_Value]:
     """Return an array as MLIR passes it: allocated and aligned pointer, offset, shape, strides in elements."""
-    return [array.pointer, array.pointer, 0, *array.dims, *array.strides(1)]
+    return [array.pointer, array.pointer, 0, *array.dims, *array.strides(unit=1)]
 
 
 def _numba_cubin(compiled: Any) -> bytes:
@@ -5523,14 +5663,14 @@ def _numba_cubin(compiled: Any) -> bytes:
     return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
 
 
-_NUMBA_CUDA = _GpuPackage(
+_NUMBA_CUDA = _CompiledCudaPackage(
     module="numba.cuda",
     device_inline="never",
     ptx_and_entry=lambda compiled: (compiled._codelibrary.get_asm_str(), compiled.entry_name),
     cubin=_numba_cubin,
     param_words=_numba_array_members,
 )
-_NUMBA_CUDA_MLIR = _GpuPackage(
+_NUMBA_CUDA_MLIR = _CompiledCudaPackage(
     module="numba_cuda_mlir.cuda",
     device_inline="always",  # otherwise a kernel that another kernel calls has no shared memory
     ptx_and_entry=lambda compiled: (compiled.ptx, compiled.metadata["func_name"]),
@@ -5576,20 +5716,21 @@ def _read_only_class(device_array_class: Any) -> type:
 _CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
-class _CudaSimulator:
-    """Numba's simulator, which runs one kernel at a time, in Python."""
+class _CudaSimulator(_CudaPackage):
+    """Numba's simulator, which runs one kernel at a time, in Python.  NumPy rejects stores to read-only inputs."""
 
     module = "numba.cuda"
     platform = "cpu"
 
-    def compile_handler(self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> _CompiledHandler:
-        """Compile a handler.  NumPy rejects stores to inputs when the kernel runs."""
+    def compile_kernel_and_handler(
+        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, *_: Any
+    ) -> _CompiledHandler:
         from numba import cuda
 
         adapter = argument_map.make_adapter(kernel.py_func)
 
-        # The simulator replaces `cuda` in the globals of the launched function.  The adapter has globals of its own, so
-        # launch a function that calls the adapter and has the kernel's globals: a copy of `call_adapter`.
+        # While a kernel runs, the simulator replaces `cuda` in the globals of the launched function.  They must be the
+        # globals of the user's kernel, and those of the adapter are not.  So launch `call_adapter`, with other globals.
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
@@ -5600,7 +5741,7 @@ class _CudaSimulator:
             config = _read_launch_config(launch_address)
             simulated[config.grid, config.block, stream, config.shared_mem](*arrays)
 
-        return _compile_handler(signature, self.callback_emitter(signature, run, range(signature.n_in)))
+        return _compile_handler(signature, self.callback_emitter(signature, run, signature.unaliased_inputs))
 
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
         from numba import cuda
@@ -5655,41 +5796,47 @@ def _callable_package(func: Any) -> _CudaPackage:
         kernel[1, 8, stream](x, out)               # captured: the package of `kernel`
         self.kernels["f"][1, 8, stream](x, out)    # nothing is captured: an imported package
 
-    If this leaves two, it is numba-cuda-mlir.  A callable that uses it may also capture the module `numba`, which
-    counts as numba-cuda, for another reason: `numba.float32`.
+    If this leaves two, the simulator comes first, then numba-cuda-mlir.  A callable that uses numba-cuda-mlir may also
+    capture the module `numba`, which counts as numba-cuda, for another reason: `numba.float32`.
     """
-    packages: list[_CudaPackage] = [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]  # the preferred one first
-    if _uses_cudasim():
-        packages = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR]
+    packages = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR] if _uses_cudasim() else [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
         values = [value for function in _kernel_and_helpers(func) for _, value in _captured_values(function)]
     captured = set(map(_cuda_package, values))
     installed = [x for x in packages if importlib.util.find_spec(x.module.partition(".")[0])]
-    # The maximum of tuples of bools; of equal ones, the first.
-    return max(packages, key=lambda x: (x in captured, x.module in sys.modules, x in installed))
+    # The maximum of pairs of bools; of equal ones, the first.
+    return max(installed, key=lambda x: (x in captured, x.module in sys.modules))
 
 
 # -- 9.4 Compiling -------------------------------------------------------------------------------------
+
+# {kernel: its fingerprint when a wrapper first compiled it}.  Numba keeps the compiled code of a kernel.  So later, the
+# kernel for one slice may contain older captured values than a kernel for batches would:
+#
+#     scale = 2.0; call(x)               # compiled for one slice, with 2.0
+#     scale = 3.0; jax.vmap(call)(x)     # would be compiled for batches with 3.0, so each slice has a launch, with 2.0
+_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class _CudaCompiler:
     """The compilation of one kernel for one signature, by numba-cuda or numba-cuda-mlir."""
 
-    package: _GpuPackage
+    package: _CompiledCudaPackage
     kernel: Any  # the user's
     argument_map: _ArgumentMap
     signature: _Signature
     in_order: bool  # whether the slices of a batch must run in order
-    unproven: Sequence[str]  # the names of the inputs to which the kernel may write, as far as Numba's IR shows
+    maybe_written: Sequence[str]  # see `_CudaPackage.compile_kernel_and_handler`
 
     def compile_kernel_and_handler(self) -> _CompiledHandler:
         """Compile the kernel and a handler that launches it once per slice.  Prepare a batch launch."""
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(self.kernel, _fingerprint(self.kernel))
         launcher, ptx = self.compile_and_load()
         handler = _compile_handler(self.signature, _CudaEmitter(self.package, launcher))
-        batch_launch = _CudaBatchLaunch(self, first_fingerprint, ptx, handler)
-        return handler._replace(batch_launch=batch_launch)  # the copy shares `data` and `keep_alive` with `handler`
+        # A `_CompiledHandler` is a tuple, so the batch launch holds the one without itself.  Both share `data` and
+        # `keep_alive`, which the batch launch changes.
+        return handler._replace(batch_launch=_CudaBatchLaunch(self, first_fingerprint, ptx, handler))
 
     def compile_and_load(self) -> tuple[_CudaLauncher, str]:
         """Compile the kernel, check it, and load it on each GPU.  Also return its PTX."""
@@ -5725,52 +5872,55 @@ class _CudaCompiler:
     def _compile_and_check(self, kernel: Any) -> Any:
         """Compile a kernel of all buffers for the current device.  Raise an error if it may write to an input.
 
-        The first row that fits counts, as for CPUs (7.2).  But here a kernel gets no copies of inputs:
+        A kernel compiles for read-only inputs, unless Numba finds a store to one, or the kernel passes one to a helper
+        with an explicit signature.  The first row that fits counts:
 
             1. it compiles neither for read-only inputs nor for writable ones    error
             2. Numba's IR proves that it only reads its inputs                   accepted
             3. it compiles only for writable inputs                              error
             4. it has a statement for which Numba ignores read-only arrays       error
-            5. otherwise: Numba rejects all other stores                         accepted
+            5. otherwise: Numba has found no store                               accepted
         """
         import numba
 
-        package = self.package
-        # The CUDA target that is a part of Numba uses Numba's types.
-        types_module = package.cuda.types if hasattr(package.cuda.types, "Array") else numba.types
-        compiler = package.module
-        compiled, readonly_error = _compile_readonly_or_writable(compiler, kernel.compile, types_module, self.signature)
-        if not self.unproven:  # row 2
+        signature = self.signature
+        package_name = self.package.module
+        types_module = self.package.cuda.types
+        if not hasattr(types_module, "Array"):  # the CUDA target that is a part of Numba uses Numba's types
+            types_module = numba.types
+        # Row 1 raises.  `readonly_error` is None if the kernel compiles for read-only inputs.
+        compiled, readonly_error = _compile_readonly_or_writable(package_name, kernel.compile, types_module, signature)
+        if not self.maybe_written:  # row 2
             return compiled
         if readonly_error:  # row 3
             raise self._writable_only_error(readonly_error) from readonly_error
-        typed = compiled
-        if getattr(compiled, "type_annotation", None) is None:  # from Numba's cache, which has no types
+        annotation = getattr(compiled, "type_annotation", None)
+        if annotation is None:  # the kernel is from Numba's cache, which has no types
             uncached = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
-            typed = uncached.compile(_array_types(types_module, self.signature))
-        if statement := _find_store_to_readonly(typed.type_annotation):  # row 4
+            annotation = uncached.compile(_array_types(types_module, signature)).type_annotation
+        if statement := _find_store_to_readonly(annotation):  # row 4
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"Kernel {self.signature.label!r} may write", self.unproven, reason)
+            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written, reason)
         return compiled
 
     def _writable_only_error(self, readonly_error: Exception) -> TypeError:
-        """Return the error for a kernel that compiles only for writable inputs, and may write to an unproven one."""
+        """Return the error for a kernel that compiles only for writable inputs, and may write to one of them."""
         title = f"Kernel {self.signature.label!r}"
         text = _error_text(readonly_error)
         if _is_store_to_readonly(readonly_error):
-            return _read_only_input_error(f"{title} writes", self.unproven, more=f"\n{text}")
+            return _read_only_input_error(f"{title} writes", self.maybe_written, more=f"\n{text}")
         more = (
             " If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
             f"Numba's error for read-only arrays:\n{text}"
         )
         reason = ": it compiles only for writable arrays"
-        return _read_only_input_error(f"{title} may write", self.unproven, reason, more)
+        return _read_only_input_error(f"{title} may write", self.maybe_written, reason, more)
 
     def _check_launch(self, ptx: str, entry: str) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
         # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else.
-        param_words = self.package.param_words
-        n_words = sum(len(param_words(_KernelArray(0, [1] * rank, 1))) for rank in self.signature.ranks)
+        examples = [_KernelArray(pointer=0, dims=[1] * rank, itemsize=1) for rank in self.signature.ranks]
+        n_words = sum(len(self.package.param_words(array)) for array in examples)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
         entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
         if self.kernel.targetoptions.get("debug"):  # Numba reads an error code after the launch
@@ -5802,14 +5952,14 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
     for annotation in annotations:  # the list grows in this loop
         for statement, signature in annotation.calltypes.items():
             if type(statement).__name__ in ("SetItem", "StaticSetItem"):  # each package has its own classes
-                array_type = getattr(signature.args[0], "array_type", None)  # of `x.flat`
-                if not getattr(array_type, "mutable", True):
+                if _is_readonly(getattr(signature.args[0], "array_type", None)):  # the array of `x.flat`
                     return _statement_text(statement)
             elif signature and getattr(statement, "op", None) == "call":  # `print` has no `op`
                 callee_type = annotation.typemap[statement.func.name]
                 if _may_store_to_readonly(callee_type, signature):
                     return _statement_text(statement)
                 dispatcher = getattr(callee_type, "dispatcher", None)  # of a helper; other functions have none
+                # Numba's cache has no helpers, so a helper always has types.
                 helper = dispatcher.overloads.get(signature.args) if dispatcher else None
                 if helper and helper.type_annotation not in annotations:
                     annotations.append(helper.type_annotation)
@@ -5820,10 +5970,15 @@ def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
     """Return whether a function with this Numba type and signature may write to a read-only array."""
     function = getattr(callee_type, "typing_key", None)  # for methods, a text
     if function == "Array.view":
-        return signature.return_type.mutable and not callee_type.this.mutable
+        return _is_readonly(callee_type.this) and not _is_readonly(signature.return_type)
     name = getattr(function, "__qualname__", "")
     is_store = name.startswith("atomic.") or name in _CUDA_STORES
-    return is_store and _is_library_module(function.__module__) and not getattr(signature.args[0], "mutable", True)
+    return is_store and _is_library_module(function.__module__) and _is_readonly(signature.args[0])
+
+
+def _is_readonly(numba_type: Any) -> bool:
+    """Return whether this is the type of a read-only array."""
+    return not getattr(numba_type, "mutable", True)
 
 
 def _statement_text(statement: Any) -> str:
@@ -5833,110 +5988,16 @@ def _statement_text(statement: Any) -> str:
     return f"`{line:.80}` (line {location.line})" if line else f"line {location.line} of {location.filename}"
 
 
-# -- 9.5 The driver, and a launch per slice ------------------------------------------------------------
+# -- 9.5 A launch per slice ----------------------------------------------------------------------------
 # Nothing here depends on the package that has compiled a kernel, except for the layout of parameters (`param_words`).
 #
 # As in section 6, functions with a parameter `ir` (the builder) run once, to generate code of a handler.  Their
 # docstrings describe the generated code: "Load x" means that the handler loads x in each call.
 
-# cuda.h: CUfunction_attribute and CUdevice_attribute
-_FUNC_MAX_THREADS_PER_BLOCK = 0
-_FUNC_STATIC_SHARED_BYTES = 1
-_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
-_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
-
 
 def _cuda_ordinals() -> list[int]:
     """Return the CUDA ordinals of JAX's GPUs, or an empty list if JAX has none."""
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
-
-
-class _LibCuda:
-    """The library libcuda (CUDA's driver), called from Python here, and through addresses from handlers."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-
-    def address(self, name: str) -> int:
-        return ctypes.cast(getattr(self.library, name), _PTR).value or 0
-
-    def describe(self, code: int) -> str:
-        """Return CUDA's name for an error code."""
-        name = ctypes.c_char_p()
-        self.library.cuGetErrorName(code, ctypes.byref(name))
-        return (name.value or b"an unknown error").decode()
-
-    def exceeded_limits_text(self, function: int, config: _LaunchConfig) -> str:
-        """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
-        threads = "threads in a block, because of its registers or launch bounds"
-        text = ""
-        for attribute, size, unit in (
-            (_FUNC_MAX_THREADS_PER_BLOCK, config.threads_per_block, threads),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config.shared_mem, "bytes of dynamic shared memory"),
-        ):
-            with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
-                limit = self.function_attribute(function, attribute)
-                if size > limit:
-                    text += f"; on this GPU the kernel can have at most {limit} {unit}, and the launch has {size}"
-        return text
-
-    def function_attribute(self, function: int, attribute: int) -> int:
-        """Return an attribute of a CUfunction."""
-        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call a function of the driver.  Raise a RuntimeError if it fails."""
-        if code := getattr(self.library, name)(*args):
-            raise RuntimeError(f"{name} failed with {self.describe(code)}")
-
-    def get(self, kind: Any, name: str, *args: Any) -> int:
-        """Call a function of the driver, whose first argument is a pointer to its result.  Return the result.
-
-        `kind` is the C type of the result.
-        """
-        result = kind()
-        self.call(name, ctypes.byref(result), *args)
-        return result.value or 0  # the value of a null pointer is None
-
-    @contextlib.contextmanager
-    def keeping_context(self) -> Iterator:
-        """Restore the current context at the end, because Warp may make another one current."""
-        context = self.get(_PTR, "cuCtxGetCurrent")
-        try:
-            yield
-        finally:
-            self.call("cuCtxSetCurrent", _PTR(context))
-
-    def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
-        """Load machine code in the current context, and return the CUfunction `entry`.
-
-        Its launches may have as much dynamic shared memory as the device allows.
-        """
-        module = self.get(_PTR, "cuModuleLoadData", cubin)
-        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
-        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
-        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
-        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
-        return function
-
-
-def _query_xla(ir: _HandlerBuilder, frame: _StructPointer, function: str, args_struct: Any) -> Any:
-    """Call a function of XLA's API that fills in its struct of arguments.  If it fails, return its error to XLA."""
-    args = ir.new_struct(args_struct, ctx=frame.ctx)
-    error = ir.call_api(frame, function, args)
-    ir.ret(error, when=error)
-    return args
-
-
-def _load_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
-    """Load the stream of the call."""
-    return _query_xla(ir, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
-
-
-def _load_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
-    """Load the stream and the CUDA ordinal of the call."""
-    ordinal = _query_xla(ir, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return _load_stream(ir, frame), ordinal
 
 
 def _load_launch_config(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
@@ -5954,11 +6015,11 @@ class _CudaLauncher:
     """A kernel that is loaded on each GPU, and generated code that launches it.  The handler keeps it alive."""
 
     def __init__(
-        self, label: str, libcuda: _LibCuda, functions: Mapping, compiled: Any, max_threads: int = _CUDA_MAX_THREADS
+        self, label: str, libcuda: _LibCuda, functions: Mapping, keep_alive: Any, max_threads: int = _CUDA_MAX_THREADS
     ) -> None:
         """Create a launcher.  `functions` has a CUfunction for each CUDA ordinal."""
         self.libcuda = libcuda
-        self.compiled = compiled  # keeps the machine code alive, and the global arrays that it reads
+        self.keep_alive = keep_alive  # the compiled kernel, which refers to its global arrays; for Warp, the modules
         self.max_threads = max_threads  # the most threads that a block of the kernel can have on every GPU
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
@@ -5997,7 +6058,7 @@ class _CudaEmitter(_Emitter):
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, so XLA may replay the launches in a CUDA graph
 
-    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _CompiledCudaPackage, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda  # for `_HandlerBuilder`, which also sets new outputs to zeros with it
@@ -6016,11 +6077,16 @@ class _CudaEmitter(_Emitter):
 
 # -- 9.6 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  When a batch is lowered for the first time, the
-# kernel is compiled again, for arrays whose first dimension is the slice.  The adapter (`_BatchArgumentMap`) passes
-# `b0[cuda.blockIdx.z]` to the user's kernel, or `b0[0]` for an array that all slices share.  Then `_CudaBatchLaunch`
-# replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so existing and exported programs use
-# the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It stays valid, because all
-# machine code lives forever.
+# kernel is compiled again, for arrays whose first dimension is the batch.  For example, with 8 slices of shape (3, 4):
+#
+#     handler's signature     rank 2: batch dimensions are not a part of it
+#     `each_batch_launch`     yields an array of shape (8, 3, 4), or (1, 3, 4) if all slices share it
+#     batch kernel            compiled for rank 3; an adapter (`_BatchArgumentMap`) selects the slice by blockIdx.z
+#     user's kernel           gets an array of shape (3, 4)
+#
+# Then `_CudaBatchLaunch` replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so existing and
+# exported programs use the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It
+# stays valid, because all machine code lives forever.
 
 # Finds the PTX of kernels for which the blocks along z cannot be slices.
 _PTX_MAY_DEPEND_ON_Z = re.compile(
@@ -6033,13 +6099,6 @@ _PTX_MAY_DEPEND_ON_Z = re.compile(
     """,
     re.VERBOSE,
 )
-
-# {kernel: its fingerprint when a wrapper first compiled it}.  Numba keeps the compiled code of a kernel.  So later, the
-# kernel for one slice may contain older captured values than a kernel for batches would:
-#
-#     scale = 2.0; call(x)               # compiled for one slice, with 2.0
-#     scale = 3.0; jax.vmap(call)(x)     # would be compiled for batches with 3.0, so each slice has a launch, with 2.0
-_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
@@ -6054,25 +6113,25 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
 
 
 class _BatchArgumentMap(_ArgumentMap):
-    """An argument map for a batch launch, whose adapter passes slice `blockIdx.z` of each buffer to the user's kernel.
+    """The argument map of a batch kernel.  Its adapter passes slice `blockIdx.z` of each buffer to the user's kernel.
 
-    The first dimension of a buffer is the batch.  `slice_ranks` contains the rank of a slice of each buffer.
+    `slice_ranks` has the rank of each buffer without the batch dimension.  Here, it is always given.
     """
 
     def _expression(self, buffer: int) -> str:
-        z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # size 1 broadcasts
+        z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # 0 if all slices share the array
         if buffer in self.scalars or self.slice_ranks[buffer]:
             return f"b{buffer}[{z}]"
         return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
 
 
 class _CudaBatchEmitter(_CudaEmitter):
-    """An emitter of code that launches a kernel once for many slices.
+    """An emitter of code that launches the batch kernel once for many slices.
 
-    If the launch of a call uses z, or has too many threads in a block, the code calls the loop for one slice instead.
+    If the launch of a call uses z, or has too many threads in a block, the code calls the loop with a launch per slice.
     """
 
-    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
+    def __init__(self, package: _CompiledCudaPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
         """Create an emitter.  `loop_per_slice` is the address of the inner loop that `_CudaEmitter` has written."""
         super().__init__(package, launcher)
         self.loop_per_slice = loop_per_slice
@@ -6091,19 +6150,20 @@ class _CudaBatchEmitter(_CudaEmitter):
 class _CudaBatchLaunch:
     """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler.
 
-        state         reached by                                     inner loop of the registered handler
-        "untried"     the compilation for one slice                  one launch per slice (`_CudaEmitter`)
-        "compiled"    the first lowering of a batch                  one launch per 65,535 slices (`_CudaBatchEmitter`)
-        "failed"      the same, if the compilation fails             one launch per slice
+    The inner loop of the handler contains:
 
-    The state changes once, under `lock`, on the thread that lowers.  XLA's threads may run calls at the same time.
+        before the first lowering of a batch           one launch per slice (`_CudaEmitter`)
+        after it, if the kernel compiled for batches   one launch per 65,535 slices (`_CudaBatchEmitter`)
+        after it, if not                               one launch per slice
+
+    The thread that lowers replaces the inner loop, under `lock`.  XLA's threads may run calls at the same time.
     """
 
     compiler: _CudaCompiler  # of the kernel for one slice
     first_fingerprint: _Fingerprint  # see `_FIRST_FINGERPRINTS`
     ptx: str  # of the kernel for one slice
     handler: _CompiledHandler  # the registered handler
-    state: Literal["untried", "compiled", "failed"] = "untried"
+    was_tried: bool = False  # whether the compilation for batches was started; it is not repeated
     max_threads: int = _CUDA_MAX_THREADS  # in a block of the kernel for batches, if it is compiled
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
@@ -6122,10 +6182,9 @@ class _CudaBatchLaunch:
                 f"the slices are the blocks along z, and the launch uses z: grid={config.grid}"
             )
         with self.lock:
-            if self.state == "untried":
-                self.state = "failed"  # unless the next line returns
+            if not self.was_tried:
+                self.was_tried = True
                 self._replace_inner_loop(self._compile_for_batches())
-                self.state = "compiled"
         if config.threads_per_block > self.max_threads:
             raise _BatchLaunchUnsupported(
                 f"a block of the kernel for batches can have {self.max_threads} threads, and block={config.block}"
@@ -6141,11 +6200,12 @@ class _CudaBatchLaunch:
             raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
         if names := _device_arrays_written_by(kernel):
             raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
+        slice_map = self.compiler.argument_map
         batch_compiler = dataclasses.replace(
             self.compiler,
-            argument_map=_BatchArgumentMap(*self.compiler.argument_map._replace(slice_ranks=signature.ranks)),
+            argument_map=_BatchArgumentMap(*slice_map._replace(slice_ranks=signature.ranks)),  # the same other fields
             signature=signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks)),
-            unproven=(),  # the kernel for one slice has passed the check
+            maybe_written=(),  # the kernel for one slice has passed the check
         )
         launcher, _ = batch_compiler.compile_and_load()
         if _fingerprint(kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
@@ -6155,7 +6215,7 @@ class _CudaBatchLaunch:
     def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
         """Replace the inner loop of the registered handler by a loop that launches the kernel for batches."""
         emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler.data.inner_loop)
-        # Only its inner loop is used.  The signature stays that of a slice; the kernel has one more dimension.
+        # Of this handler, only the inner loop is used.  Handlers have the signature of a slice (see the example above).
         batch_handler = _compile_handler(self.compiler.signature, emitter)
         self.handler.keep_alive.append(batch_handler)
         # Concurrent calls load this aligned word.  Both the old and the new value are valid.
@@ -7205,11 +7265,11 @@ class _PendingWarpTarget(_Target):
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
 
-            def compile_handler() -> _CompiledHandler:
+            def compile_if_new() -> _CompiledHandler:
                 _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
                 return _compile_handler(self.signature, emitter)
 
-            name = _REGISTRY.warp_target_name(specialization, compile_handler)
+            name = _REGISTRY.warp_target_name(specialization, compile_if_new)
         return _Target(name, emitter.launch_attribute, platform=platform)
 
 
