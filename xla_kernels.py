@@ -27,10 +27,12 @@ The contract:
 Not checked, and the user's responsibility:
 
 - indices, by default: an index out of bounds corrupts memory, as in C
-- stores to inputs in your own intrinsics, overloads and types, by C or C++ code, through raw addresses, or in the
-  Python code of a `numba_cuda_callable`, and stores to global device arrays: they change the caller's arrays
-- static arguments whose `__eq__` is true for different values: the kernel may get the value of an earlier call
-- globals that another thread assigns during compilation: the kernel may contain the old or the new value
+- stores that change the caller's arrays:
+  - to inputs: in your own intrinsics, overloads and types, by C or C++ code, through raw addresses, or in the Python
+    code of a `numba_cuda_callable`
+  - to global device arrays
+- values of static parameters whose `__eq__` is true for different values: a call may use the value of an earlier call
+- globals that another thread assigns during a compilation: the kernel may contain the old or the new value
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  All wrappers need Numba 0.63 or later, whose
 LLVM compiles the handlers.  Warp kernels also need Warp 1.14 or later.  `python -m xla_kernels` shows which backends
@@ -53,8 +55,8 @@ work here.
 #     12 Backends          a table of the backends, and the self-check
 #
 # A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
-# and 5 uses `_BACKENDS` of 12.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a
-# `def_..._kernel` method.
+# 5 uses `_BACKENDS` of 12, and 3 uses functions of 9 for batches on GPUs.  A new backend needs a section like
+# section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
@@ -85,6 +87,7 @@ work here.
 #     static parameter   a keyword argument of an op, such as `power=2`, whose value is fixed when JAX traces the call
 #     generator          a function of an op's static parameters that returns a kernel
 #     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
+#     callable           of `numba_cuda_callable`: a Python function that runs in each call and launches CUDA kernels
 #     helper             a `@njit`, `@cuda.jit` or `@wp.func` function that a kernel references
 #     captured values    the globals, closure variables and defaults that a kernel references
 #     signature          a `_Signature`: the dtypes and ranks of the buffers of a call, its aliases and zeroed results
@@ -174,13 +177,15 @@ __all__ = [
 # - `val` of the tracers of `vmap` is the batched value: test_op_vjp_rule_handles_integers_and_structured_outs.
 # - `jax.export` reads `disabled_checks` after lowering (`export_checks`): test_export_with_symbolic_shape.
 
-Spec = jax.ShapeDtypeStruct
+_Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # derivative rules may get these instead of arrays
-Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the slow import of jax.extend
+_Primitive: Any = type(jax.lax.add_p)  # jax.extend.core.Primitive, without the slow import of jax.extend
 
 # For `warnings.warn(skip_file_prefixes=...)`, so that warnings point to the user's line.  CPython 3.12 and 3.13 do not
 # accept a whole file name as a prefix, so the last letter of this file's name is left out.
 _INTERNAL_FILE_PREFIXES = (__file__[:-1], os.path.join(os.path.dirname(jax.__file__), ""))
+
+_LOG = logging.getLogger(__name__)
 
 
 def _import(module: str, needed_by: str, install: str) -> Any:
@@ -193,15 +198,17 @@ def _import(module: str, needed_by: str, install: str) -> Any:
 
 
 # -- 1.1 Platforms and devices -------------------------------------------------------------------------
+# Lowering rules, and so targets and wrappers, call the platform of NVIDIA GPUs "cuda".  JAX's devices and ops (11) call
+# it "gpu", which is also AMD's "rocm".  Only XLA's registration of handlers needs "CUDA".
 
 
 def _platform_name(platform: str) -> str:
-    """Return "gpu" for both kinds of GPUs, and any other platform unchanged."""
+    """Return the name that ops use: "gpu" instead of "cuda" and "rocm", and any other platform unchanged."""
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def _default_platform() -> str:
-    """Return the platform on which JAX runs a program, unless its inputs are committed to other devices."""
+    """Return "cpu", "gpu", ...: where JAX runs a program, unless its inputs are committed to other devices."""
     device_or_platform = jax.config.jax_default_device or jax.default_backend()
     return _platform_name(getattr(device_or_platform, "platform", device_or_platform))
 
@@ -218,9 +225,9 @@ def _local_devices(platform: str) -> list:
 
 def _define_impl(primitive: Any, param_name: str) -> None:
     """Let JAX compile and run a primitive that is bound outside of `jax.jit`.  The primitive has one parameter."""
-    bind: Any = functools.partial(primitive.bind)  # a partial, because a bound method takes no attributes
+    bind: Any = functools.partial(primitive.bind)  # unlike a bound method, a partial can have attributes
     bind.__name__ = bind.__qualname__ = primitive.name  # JAX names the compiled program after it
-    bind._apply_primitive = True  # JAX reads it; otherwise jax_debug_nans ends in a RecursionError
+    bind._apply_primitive = True  # otherwise jax_debug_nans calls `bind` again, up to a RecursionError
     jitted = jax.jit(bind, static_argnames=param_name)
 
     @primitive.def_impl
@@ -268,7 +275,7 @@ def _numpy_to_jax(x: Any) -> Any:
 def _batch_in_front(x: Any, dim: int | None, size: int) -> Any:
     """Return an operand with its batch dimension in front.  If it has none, broadcast it to `size`."""
     if not isinstance(x, jax.Array):
-        x = np.asarray(x)  # jax < 0.9.2 cannot transpose the constants of a jaxpr, which are `TypedNdArray`s
+        x = np.asarray(x)  # jax < 0.9.2 cannot move axes of a `TypedNdArray`, a constant of a jaxpr
     return batching.bdim_at_front(x, dim, size)
 
 
@@ -311,7 +318,7 @@ def _all_varying_axes(avals: Iterable) -> frozenset:
 def _varying_kwargs(axes: frozenset) -> dict[str, Any]:
     """Return the keyword arguments that make an abstract value or a spec vary over these axes.
 
-    Specs need them, because a generator of an op may pass its `outs` to Pallas as `out_shape`.
+    A generator of an op may pass its `outs` to Pallas as `out_shape`, and Pallas needs these axes to type its results.
     """
     if not axes:
         return {}
@@ -423,8 +430,8 @@ XLA_FFI_Args = _extensible_struct(
     args=_PTR,  # XLA_FFI_Buffer*[size]
 )
 XLA_FFI_Rets = _extensible_struct(
-    size=_I64,  # number of outputs, including scratch
-    types=_PTR,  # not read, because all outputs are buffers
+    size=_I64,  # number of results: outputs, then scratch buffers
+    types=_PTR,  # not read, because all results are buffers
     rets=_PTR,  # XLA_FFI_Buffer*[size]
 )
 XLA_FFI_Attrs = _extensible_struct(
@@ -497,58 +504,25 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 # 3. Targets: captured values, fingerprints, names, registration, lifetimes.
 #
 # XLA programs refer to handlers only by target names, which XLA looks up in the process that runs the program.  Another
-# process may have compiled the program, because programs are exported, and JAX caches them on disk.  Therefore:
-# - In all processes, a kernel has the same target name as long as it is unchanged (3.3).
-# - Within a process, kernels that may differ never have the same target name.
+# process may have compiled the program: programs can be exported, and JAX caches them on disk.  Therefore:
+# - A target name contains a hash, which is the same in all processes while the kernel is unchanged.
+# - Within a process, kernels that may differ never have the same target name, even if their hashes are equal (3.3).
 #
 # Each call of this function creates a kernel:
 #
 #     def scaled(x, factor):
 #         return numba_kernel(lambda x: factor * x, outs=lambda x: x)(x)
 #
-# Kernels with equal factors have the same fingerprint (3.2), and share a target.  Otherwise, each call would compile a
-# kernel, which would stay registered forever.
+# Kernels with equal factors have the same fingerprint (3.2), and share a target.  Each new factor compiles a kernel,
+# which stays registered forever, without a warning.  A factor that changes often should be an input.
 #
 # Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
 # specialization keeps the old value.  A call with another dtype or rank, and a new wrapper of a plain function, read
 # the new value.  A new wrapper of a decorated kernel does not, because the kernel keeps its specializations.
 
-# The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
-# Increment it when the interface changes.  It is part of each target name, so that an exported program never calls a
-# handler of another version.
-_INTERFACE_VERSION = 9
-
-_LOG = logging.getLogger(__name__)
-
-# State that all copies of this file in a process share, including vendored, reloaded and older copies.  So its keys,
-# such as "names", must not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads
-# only its own handlers.  The others are there to stay alive.
-_PROCESS_STATE: dict[str, Any] = vars(
-    sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
-)
-_REGISTRY_LOCK: threading.RLock = _PROCESS_STATE.setdefault("lock", threading.RLock())
-_USED_TARGET_NAMES: set[str] = _PROCESS_STATE.setdefault("names", set())
-_COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("targets", {})  # {target name: handler}
-
-
-def _native_lock_address(name: str) -> int:
-    """Return the address of a lock for machine code (`_Emitter.lock_address`), which all copies of this file share.
-
-    The lock is CPython's PyThread_type_lock, because a thread can acquire it without the GIL.
-    """
-    if name not in _PROCESS_STATE:
-        # A new function object, because the `restype` of `ctypes.pythonapi.PyThread_allocate_lock` is global.
-        allocate = ctypes.CFUNCTYPE(_PTR)(("PyThread_allocate_lock", ctypes.pythonapi))
-        address = allocate()
-        if not address:
-            raise MemoryError(f"CPython cannot allocate a lock for machine code ({name}).")
-        _PROCESS_STATE.setdefault(name, address)  # atomic: if two threads allocate a lock, both use the first one
-    return _PROCESS_STATE[name]
-
-
 # -- 3.1 Captured values -------------------------------------------------------------------------------
 # The globals, closure variables and defaults that the code of a kernel references.  They are used for fingerprints
-# (3.2), for checks of stores (7.3, 8), and to find the CUDA package that a `numba_cuda_callable` uses (9.3).
+# (3.2), for checks of stores (7.3, 8), and to find the CUDA package that a callable uses (9.3).
 
 
 def _py_func(kernel: Any) -> Any:
@@ -559,14 +533,12 @@ def _py_func(kernel: Any) -> Any:
     return getattr(dispatcher, "py_func", None) or kernel
 
 
+# NumPy, Numba, and the part of Python's library that Numba compiles.  Their attributes are expected to stay the same.
 _LIBRARY_MODULES = frozenset("_operator builtins cmath heapq math numba numba_cuda_mlir numpy operator".split())
 
 
 def _is_library_module(name: Any) -> bool:
-    """Return whether a module belongs to NumPy, Numba, or the part of Python's library that Numba compiles.
-
-    The attributes of these modules are not expected to be reassigned.
-    """
+    """Return whether a module, or the package that it is in, is one of `_LIBRARY_MODULES`."""
     return str(name).partition(".")[0] in _LIBRARY_MODULES
 
 
@@ -667,9 +639,9 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
 # option, code object and captured value of a kernel and its helpers.  The text is equal in all processes, so target
 # names contain its hash.  Numba kernels with different fingerprints never share a target.
 #
-# Code, literals and small arrays have an exact text: equal texts mean equal values.  Other values only have a summary,
-# which may be the same for two values, such as two helpers that one `def` creates.  So they are also compared by
-# identity.  For example:
+# Code, literals and small arrays have an exact text: equal texts mean equal values.  For a tuple or list, this is true
+# together with the lines of its items.  Other values only have a summary, which may be the same for two values, such
+# as two helpers that one `def` creates.  So they are also compared by identity.  For example:
 #
 #     n = 2.0
 #     @numba.njit(fastmath=True)
@@ -695,7 +667,7 @@ class _IdentityKey:
         return id(self.value)
 
     def __eq__(self, other: Any) -> bool:
-        # No isinstance, because `other` may be from before a reload (see `_REGISTRY`).
+        # No isinstance: `other` may be of the class from before a reload (see `_REGISTRY`).
         return hasattr(other, "value") and self.value is other.value
 
 
@@ -723,15 +695,16 @@ def _fingerprint(kernel: Any) -> _Fingerprint:
 def _options_and_code(function: Any) -> list[tuple[str, Any]]:
     """Return (name, value) pairs: the options and the code of one function, and the items of their values."""
     values = dict(getattr(function, "targetoptions", {}))
-    values["chip"] = None  # numba_cuda_mlir (9) assigns this option when it compiles, so equal kernels may differ in it
-    # `locals={"n": numba.int8}`.  The text of a type gets into target names.  The type itself is compared by identity,
-    # because different types may have the same text.
+    # numba_cuda_mlir (9.3) assigns this option when it compiles a `@cuda.jit` kernel.  Equal new kernels lack it.
+    values["chip"] = None
+    # `locals={"n": numba.int8}`.  The text of a type is hashed into target names.  Different types may have the same
+    # text, so the type is an item, too, and is compared by identity.
     variable_types = sorted(getattr(function, "locals", {}).items())
     values["locals"] = [(variable, str(numba_type), numba_type) for variable, numba_type in variable_types]
-    # The text of a class, because numba_cuda_mlir creates a class for each dispatcher.
+    # The text of a class.  By identity, no kernels would be equal: numba_cuda_mlir creates a class for each kernel.
     values["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
     # The class of Numba's cache shows whether the kernel has `cache=True`.  Its machine code may then come from a file,
-    # with the captured values of another process, so kernels without `cache=True` must not share it.
+    # with the captured values of another process.  Kernels without `cache=True` must not share this code.
     values["cache"] = type(getattr(function, "_cache", None)).__name__
     values["code"] = getattr(_py_func(function), "__code__", None)
     return [(name, part) for name in sorted(values) for part in _value_and_items(values[name])]
@@ -743,11 +716,11 @@ _LITERAL_TYPES = (bool, int, float, complex, str, bytes, slice, types.NoneType, 
 def _exact_text(value: Any) -> str | None:
     """Return a text that determines a value, and is equal in all processes.  If there is none, return None.
 
-    The text of a tuple or list has only its length, because each item gets a line of its own (`_value_and_items`).
+    For a tuple or list, it is only the type and the length.  Callers add the texts of the items (`_value_and_items`).
     """
     cls = type(value)
     if cls in _LITERAL_TYPES or isinstance(value, np.generic):
-        # A pickle also tells NaNs and dtypes apart.  Its protocol is fixed, because others give other texts.
+        # A pickle also tells NaNs and dtypes apart.  With another protocol, the text would be another.
         return f"{cls.__name__} {pickle.dumps(value, protocol=4)!r}"
     if cls in (tuple, list):
         return f"{cls.__name__} of {len(value)}"
@@ -787,7 +760,7 @@ def _is_plain_array(value: Any) -> bool:
 
 
 def _is_embedded_by_numba(array: np.ndarray) -> bool:
-    """Return whether Numba copies a global array into the machine code, which reads other arrays at their addresses."""
+    """Return whether Numba copies the elements of a global array into the machine code, instead of its address."""
     size_limit = 10**6  # the local variable of this name in Numba's `BaseContext.make_constant_array`
     return array.flags.forc and array.nbytes <= size_limit  # forc: contiguous in the order of Fortran or C
 
@@ -795,195 +768,74 @@ def _is_embedded_by_numba(array: np.ndarray) -> bool:
 def _can_share_target(kernel: Any) -> bool:
     """Return whether the fingerprint of a kernel covers all that decides its machine code.
 
-    A decorated kernel must not be compiled yet, because its machine code may contain older captured values.  So it can
-    share a target only for its first specialization.
+    It covers the current captured values.  The machine code of a decorated kernel that is already compiled may contain
+    older ones.  So a decorated kernel can share a target only for its first specialization.
     """
     is_plain_function = isinstance(kernel, types.FunctionType)
     if not is_plain_function and getattr(kernel, "overloads", True):  # a ufunc does not show whether it is compiled
         return False
-    # A fingerprint has no attributes of the function.  Numba reads some, such as `__wrapped__` for the parameters.
-    # Helpers need no such check, because fingerprints compare them by identity.
+    # Numba reads attributes of the function, such as `__wrapped__` for the parameters.  A fingerprint has none of them.
+    # Helpers are compared by identity, so equal fingerprints have the same helpers, with the same attributes.
     return not vars(_py_func(kernel))
 
 
 def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
     """Return an identity key of each helper's machine code: its first overload, or None if it is not compiled yet.
 
-    `Dispatcher.recompile` replaces the machine code of a helper, which may then contain other captured values.
+    After `Dispatcher.recompile`, the machine code of a helper may contain other captured values.  It replaces all
+    overloads, and other compilations add one at the end.  So the first one shows whether the helper was recompiled.
     """
     overloads = [getattr(helper, "overloads", {}).values() for helper in _kernel_and_helpers(kernel)[1:]]
     return tuple(_IdentityKey(next(iter(overloads_of_helper), None)) for overloads_of_helper in overloads)
 
 
-# -- 3.3 Targets: names, registration, lifetimes -------------------------------------------------------
-# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`.  A registered name is permanent, and unique in the process.
+# -- 3.3 Target names ----------------------------------------------------------------------------------
+# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, such as `xla_kernels.add.9.3f0c5a...`, and is permanent.
 #
 #                      prefix                       the hash covers
 #     with `name=`     the user's name              the platform, the signature and the launch layout
-#     without          `<this module>.<kernel>`     the same, `zeroed`, the options, and the text of the fingerprint
+#     without          `<this module>.<kernel>`     the same, the options, and the text of the fingerprint
 #
 # - With `name=`, exported programs find the kernel even if its code or options were edited, so the hash does not cover
-#   these.  A name that is in use already is an error.
-# - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
-#   have the same text, so a number follows a name that is in use, as in `<prefix>.<_INTERFACE_VERSION>.<hash>.2`.
-#   Another process may number these kernels differently.  That is safe, because each process traces programs with its
-#   own names, and a cached executable contains only names, which XLA looks up in the process that runs it.
+#   these.  A name that is in use already is an error.  JAX exports only programs of kernels with `name=` (3.7).
+# - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels, such
+#   as K1 and K2, may have the same hash.  Then the second one gets a number:
 #
-# Locks, in the order in which a thread acquires them:
-#     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
-#     2. `_REGISTRY_LOCK`: held while a name is chosen and registered, and never while a kernel is compiled
-# A thread that holds a lock of section 9 (`_CudaBatchLaunch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
-# of `_native_lock_address` are acquired only by machine code, which runs slices.
+#       process A, which creates K1 and K2:     K1 is `h`, K2 is `h.2`
+#       process B, which only creates K2:       K2 is `h`
 #
-# Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
-#
-#     object               lives                                  kept alive by
-#     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
-#     kernel               as long as its wrappers                its wrappers; `_WarpLaunch`
-#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
-#     captured values      forever, if the target can be shared   the keys of `_TargetRegistry.shared_names`
-#     `_Target`            as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
-#     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
-#     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
-#     XLA executable       while JAX caches it                    JAX's caches; it refers to handlers only by name
+#   The key of a program in the cache covers the names of its targets.  So a program of B that calls K2 may get the
+#   executable that A compiled for K1.  The executable contains only the name `h`.  XLA looks it up in B, and finds K2.
 
-
-class _CompiledHandler(NamedTuple):
-    """A handler in memory, and the objects that it uses."""
-
-    address: int
-    keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
-    data: Any = None  # the handler's `_HandlerData`
-    batch_launch: _CudaBatchLaunch | None = None  # Numba CUDA on a GPU: compiles the kernel for batch launches
-
-
-def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
-    """Register a handler for all programs that call this target."""
-    jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
-    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
-    jax.ffi.register_ffi_target(target_name, handler, "CUDA" if platform == "cuda" else platform)
-    # XLA has the address now.  So nothing may fail before the next line, which keeps the handler alive forever.
-    _COMPILED_HANDLERS[target_name] = compiled
-
-
-def _hash(*parts: str) -> str:
-    """Return a hash of 96 bits that is equal in all processes."""
-    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
+# The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
+# Increment it when they change.  It is in each target name, so exported programs never call handlers of others.
+_INTERFACE_VERSION = 9
 
 
 class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
-    signature: _Signature
+    signature: _Signature  # (5.1) the name of the kernel (`label`), and the dtypes, ranks, ... of its buffers
     options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_updated_kernel_key(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, which words of the launch attribute are replaced by pointers (10.4)
-    fingerprint: _Fingerprint = _Fingerprint("", ())  # of a Numba kernel; the registry adds it
 
-    def base_name(self) -> str:
-        """Return the target name without a number, as in the table above."""
+    def base_name(self, fingerprint_text: str = "") -> str:
+        """Return the target name without a number, as in the table above.  Only Numba kernels have a fingerprint."""
         parts = [self.platform, str(self.signature), self.launch_layout]
         if self.requested_name:
             prefix = self.requested_name
         else:
             prefix = f"{__name__}.{self.signature.label}"
-            parts += [str(self.signature.zeroed), self.fingerprint.text, *map(str, self.options)]
+            # `zeroed`: the results that start from zeros.  It is an option, so the text of the signature lacks it.
+            parts += [str(self.signature.zeroed), fingerprint_text, *map(str, self.options)]
         return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
 
 
-# Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
-_CompileHandlerFunction = Callable[[], "_CompiledHandler | None"]
-
-_MANY_COMPILATIONS = 50  # warn when kernels with one `base_name` were compiled this often
-
-
-class _TargetRegistry:
-    """The target names of all kernels of this module.
-
-    If several threads look up a new kernel, one of them compiles it, and the others wait for it.
-    """
-
-    def __init__(self) -> None:
-        # Numba: {owner: {specialization without a fingerprint: target name}}.  The owner is a decorated kernel, or the
-        # wrapper of a plain function.  It keeps its targets, even if a captured variable is reassigned.
-        self.names_by_owner: Any = weakref.WeakKeyDictionary()
-        # Numba kernels that can share a target: {(specialization, `_machine_code_of_helpers`): target name}.
-        self.shared_names: dict[tuple[_Specialization, tuple[_IdentityKey, ...]], str] = {}
-        self.warp_names: dict[_Specialization, str] = {}  # {specialization: target name}
-        self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
-        self.compile_lock = threading.RLock()  # costs no time, because Numba compiles on one thread at a time, too
-
-    def numba_target_name(
-        self,
-        wrapper: Any,
-        specialization: _Specialization,
-        compile_handler: _CompileHandlerFunction,
-        freezes_globals: bool = True,
-    ) -> str:
-        """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
-
-        `freezes_globals` is False for a `numba_cuda_callable`, and in Numba's CUDA simulator, because Python runs them,
-        and reads globals on each run.  They share no target, because their globals may be reassigned.
-        """
-        kernel = wrapper.kernel
-        owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
-        with _REGISTRY_LOCK:
-            names = self.names_by_owner.setdefault(owner, {})
-        if specialization not in names:
-            with self.compile_lock:
-                if specialization not in names:  # otherwise another thread compiled the kernel while this one waited
-                    name = self._share_or_compile(kernel, specialization, compile_handler, freezes_globals)
-                    names[specialization] = name
-        return names[specialization]
-
-    def _share_or_compile(
-        self,
-        kernel: Any,
-        specialization: _Specialization,
-        compile_handler: _CompileHandlerFunction,
-        freezes_globals: bool,
-    ) -> str:
-        """Return the target name of an equal kernel, if there is one.  Otherwise compile and register this kernel."""
-        specialization = specialization._replace(fingerprint=_fingerprint(kernel))
-        if not freezes_globals or not _can_share_target(kernel):
-            return self._compile_and_register(specialization, compile_handler)
-        name = self.shared_names.get((specialization, _machine_code_of_helpers(kernel)))
-        if name is None:
-            name = self._compile_and_register(specialization, compile_handler)
-            # The key is computed again, because compiling a kernel compiles its helpers.
-            self.shared_names[specialization, _machine_code_of_helpers(kernel)] = name
-        return name
-
-    def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
-        """Return the target name of a Warp kernel.  If no equal kernel has a target, compile and register the handler.
-
-        Warp's hash of the kernel is one of the options, so kernels with equal specializations are equal.  The caller
-        holds `_WARP_LOCK`.
-        """
-        if specialization not in self.warp_names:
-            self.warp_names[specialization] = self._compile_and_register(specialization, compile_handler)
-        return self.warp_names[specialization]
-
-    def _compile_and_register(self, specialization: _Specialization, compile_handler: _CompileHandlerFunction) -> str:
-        """Compile a handler, register it under an unused target name, and return the name.
-
-        The name is reserved last.  If the compilation or the registration fails, the name stays free.
-        """
-        base_name = specialization.base_name()
-        _check_name_is_free(base_name, specialization)
-        compiled = compile_handler()
-        with _REGISTRY_LOCK:
-            _check_name_is_free(base_name, specialization)  # another thread may have taken it during the compilation
-            target_name, number = _first_unused_name(base_name)
-            if compiled is not None:
-                _register_with_xla(target_name, specialization.platform, compiled)
-            _USED_TARGET_NAMES.add(target_name)
-            if specialization.requested_name:
-                self.exportable_names.add(target_name)
-        if number == _MANY_COMPILATIONS:
-            _warn_of_many_compilations(specialization.signature.label, number)
-        return target_name
+def _hash(*parts: str) -> str:
+    """Return a hash of 96 bits that is equal in all processes."""
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
 def _check_name_is_free(base_name: str, specialization: _Specialization) -> None:
@@ -1008,29 +860,186 @@ def _first_unused_name(base_name: str) -> tuple[str, int]:
     return target_name, number
 
 
+# -- 3.4 Registered handlers: shared state, locks, lifetimes -------------------------------------------
+# Locks, in the order in which a thread acquires them:
+#     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
+#     2. `_REGISTRY_LOCK`: held to look up `names_by_owner`, and to choose and register a name; never to compile
+# A thread that holds a lock of section 9 (`_CudaBatchLaunch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
+# of `_native_lock_address` are acquired only by machine code, which runs slices.
+#
+# Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
+#
+#     object               lives                                  kept alive by
+#     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
+#     kernel               as long as its wrappers                its wrappers; `_WarpLaunch`
+#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
+#     captured values      forever, if the target can be shared   `shared_names`: those without an exact text
+#     `_CallTarget`        as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
+#     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
+#     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
+#     XLA executable       while JAX caches it                    JAX's caches; it refers to handlers only by name
+
+# State that all copies of this file in a process share, including vendored, reloaded and older copies.  So its keys,
+# such as "names", must not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads
+# only its own handlers.  The others are there to stay alive.
+_PROCESS_STATE: dict[str, Any] = vars(
+    sys.modules.setdefault("_xla_kernels_shared", types.ModuleType("_xla_kernels_shared"))
+)
+_REGISTRY_LOCK: threading.RLock = _PROCESS_STATE.setdefault("lock", threading.RLock())
+_USED_TARGET_NAMES: set[str] = _PROCESS_STATE.setdefault("names", set())
+_COMPILED_HANDLERS: dict[str, _CompiledHandler] = _PROCESS_STATE.setdefault("targets", {})  # {target name: handler}
+
+
+def _native_lock_address(name: str) -> int:
+    """Return the address of a lock for machine code (`_Emitter.lock_address`), which all copies of this file share.
+
+    The lock is CPython's PyThread_type_lock, which machine code can acquire without the GIL.
+    """
+    if name not in _PROCESS_STATE:
+        # A new function object: setting the `restype` of the one in `ctypes.pythonapi` would change it for all modules.
+        allocate = ctypes.CFUNCTYPE(_PTR)(("PyThread_allocate_lock", ctypes.pythonapi))
+        address = allocate()
+        if not address:
+            raise MemoryError(f"CPython cannot allocate a lock for machine code ({name}).")
+        _PROCESS_STATE.setdefault(name, address)  # atomic: if two threads allocate a lock, both use the first one
+    return _PROCESS_STATE[name]
+
+
+class _CompiledHandler(NamedTuple):
+    """A handler in memory, and the objects that it uses."""
+
+    address: int
+    keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
+    data: Any = None  # the handler's `_HandlerData`
+    batch_launch: _CudaBatchLaunch | None = None  # Numba CUDA on a GPU: compiles the kernel for batch launches
+
+
+def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
+    """Register a handler for all programs that call this target."""
+    jax.ffi.register_ffi_target_as_batch_partitionable(target_name)
+    handler = jax.ffi.pycapsule(ctypes.c_void_p(compiled.address))
+    jax.ffi.register_ffi_target(target_name, handler, "CUDA" if platform == "cuda" else platform)
+    # XLA has the address now.  So nothing may fail before the next line, which keeps the handler alive forever.
+    _COMPILED_HANDLERS[target_name] = compiled
+
+
+# -- 3.5 The registry: finding, compiling and registering targets --------------------------------------
+
+# Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
+_CompileHandler = Callable[[], "_CompiledHandler | None"]
+
+_MANY_COMPILATIONS = 50  # warn when this many kernels with one `base_name` were compiled
+
+
+class _TargetRegistry:
+    """The target names of all kernels of this module.
+
+    If several threads look up a new kernel, one of them compiles it, and the others wait for it.
+    """
+
+    def __init__(self) -> None:
+        # Numba: {owner: {specialization: target name}}.  The owner is a decorated kernel, or the wrapper of a plain
+        # function.  It keeps its targets, even if a captured variable is reassigned.
+        self.names_by_owner: Any = weakref.WeakKeyDictionary()
+        # Numba kernels that can share a target: {(specialization, fingerprint, `_machine_code_of_helpers`): name}.
+        self.shared_names: dict[tuple[_Specialization, _Fingerprint, tuple[_IdentityKey, ...]], str] = {}
+        self.warp_names: dict[_Specialization, str] = {}  # {specialization: target name}
+        self.exportable_names: set[str] = set()  # the target names that begin with the user's `name=`
+        self.compile_lock = threading.RLock()  # threads would wait anyway: Numba compiles on one thread at a time
+
+    def numba_target_name(
+        self, wrapper: Any, specialization: _Specialization, compile_handler: _CompileHandler, freezes_globals: bool
+    ) -> str:
+        """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
+
+        If `freezes_globals` is False, Python runs the kernel, and reads globals on each run: a callable, or a kernel in
+        Numba's CUDA simulator.  It shares no target, because globals that are equal now may be reassigned later.
+        """
+        kernel = wrapper.kernel
+        owner = wrapper if isinstance(kernel, types.FunctionType) else kernel
+        with _REGISTRY_LOCK:
+            names = self.names_by_owner.setdefault(owner, {})
+        if specialization not in names:
+            with self.compile_lock:
+                if specialization not in names:  # otherwise another thread compiled the kernel while this one waited
+                    name = self._share_or_compile(kernel, specialization, compile_handler, freezes_globals)
+                    names[specialization] = name
+        return names[specialization]
+
+    def _share_or_compile(
+        self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandler, freezes_globals: bool
+    ) -> str:
+        """Return the target name of an equal kernel, if there is one.  Otherwise compile and register this kernel."""
+        fingerprint = _fingerprint(kernel)
+        if not freezes_globals or not _can_share_target(kernel):
+            return self._compile_and_register(specialization, compile_handler, fingerprint.text)
+        name = self.shared_names.get((specialization, fingerprint, _machine_code_of_helpers(kernel)))
+        if name is None:
+            name = self._compile_and_register(specialization, compile_handler, fingerprint.text)
+            # Compiling a kernel compiles its helpers, which changes the third part of the key.
+            self.shared_names[specialization, fingerprint, _machine_code_of_helpers(kernel)] = name
+        return name
+
+    def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
+        """Return the target name of a Warp kernel.  If no equal kernel has a target, compile and register the handler.
+
+        Warp's hash of the kernel is one of the options, so kernels with equal specializations are equal.  The caller
+        holds `_WARP_LOCK`.
+        """
+        if specialization not in self.warp_names:
+            self.warp_names[specialization] = self._compile_and_register(specialization, compile_handler)
+        return self.warp_names[specialization]
+
+    def _compile_and_register(
+        self, specialization: _Specialization, compile_handler: _CompileHandler, fingerprint_text: str = ""
+    ) -> str:
+        """Compile a handler, register it under an unused target name, and return the name.
+
+        The name is reserved last.  If the compilation or the registration fails, the name stays free.
+        """
+        base_name = specialization.base_name(fingerprint_text)
+        _check_name_is_free(base_name, specialization)  # an early exit, without the lock: saves a compilation
+        compiled = compile_handler()
+        with _REGISTRY_LOCK:
+            _check_name_is_free(base_name, specialization)  # another thread may have taken it during the compilation
+            target_name, number = _first_unused_name(base_name)
+            if compiled is not None:
+                _register_with_xla(target_name, specialization.platform, compiled)
+            _USED_TARGET_NAMES.add(target_name)
+            if specialization.requested_name:
+                self.exportable_names.add(target_name)
+        if number == _MANY_COMPILATIONS:
+            _warn_of_many_compilations(specialization.signature.label, number)
+        return target_name
+
+
 def _warn_of_many_compilations(label: str, number: int) -> None:
     warnings.warn(
-        f"Kernel {label!r} was compiled {number} times from the same code, because it, or an object that it captures, "
-        "was created again each time. Each compilation takes time, and memory that is never freed. Create the kernel "
-        "and its helpers once, outside of the function that calls it.",
+        f"This process has compiled {number} kernels {label!r} with the same code. The kernel, or an object that it "
+        "captures, was created again each time. Each compilation takes time, and memory that is never freed. Create "
+        "the kernel and its helpers once, outside of the function that calls it.",
         skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
     )
 
 
-# importlib.reload keeps the registry.  Its keys consist of tuples and `_IdentityKey`s, which equal those of redefined
-# classes.  Other copies of this file have registries of their own, because they may be other versions.
+# importlib.reload keeps `globals()`, and so the registry, but redefines the classes of its keys.  Old and new keys can
+# be equal nevertheless: NamedTuples compare as tuples, whatever their classes, and `_IdentityKey`s by their values.
+# Other copies of this file, which may be other versions, have registries of their own.
 _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Target:
-    """The target name and the launch attribute of a custom call.  They do not depend on batch dimensions.
+# -- 3.6 The target of a call --------------------------------------------------------------------------
 
-    A target must not refer to its wrapper.  JAX's caches hold targets under a weak reference to the wrapper.  A strong
-    reference back would keep both forever.
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _CallTarget:
+    """The target of a call, its launch attribute, and texts for errors.  Batch dimensions do not change them.
+
+    Calls with different launches can have the same target.  A `_CallTarget` must not refer to its wrapper: JAX's caches
+    hold it under a weak reference to the wrapper, and the values of such a cache keep all that they refer to alive.
     """
 
-    name: str
+    name: str  # the target
     launch_attribute: tuple[int, ...] = ()  # Numba CUDA: the fields of a `_LaunchConfig`.  Warp: see 10.4
     is_noop: bool = False  # whether no thread runs, because the grid is empty
     platform: str | None = None  # None for a `_PendingWarpTarget`
@@ -1042,7 +1051,7 @@ class _Target:
     def __repr__(self) -> str:
         return f"{self.name}{self.launch_attribute}"
 
-    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
+    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _CallTarget:
         """Check the platform, finish the compilation and registration for it, and return the target to call.
 
         A Numba kernel was registered when its call was traced, so return `self`.  For a batch on a GPU, also compile
@@ -1054,7 +1063,7 @@ class _Target:
         if platform != self.platform:
             raise NotImplementedError(
                 f"{self.title} {self.platform_phrase}. This call is compiled for the platform {platform!r}. Move its "
-                "inputs to a device that the kernel runs on: x = jax.device_put(x, device)."
+                f"inputs: x = jax.device_put(x, jax.devices({self.platform or 'cpu'!r})[0])."
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
@@ -1065,15 +1074,7 @@ class _Target:
         return self
 
 
-class _BatchLaunchUnsupported(Exception):
-    """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
-
-
-def _log_per_slice_fallback(title: str, error: Exception) -> None:
-    """Log the exception, of any type, because of which a batch has one launch per slice."""
-    reason = str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
-    one_line = " ".join(reason.split())
-    _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
+# -- 3.7 Exports ---------------------------------------------------------------------------------------
 
 
 class export_checks:
@@ -1095,9 +1096,7 @@ class export_checks:
     """
 
     def __iter__(self) -> Iterator:
-        from jax import export
-
-        return map(export.DisabledSafetyCheck.custom_call, sorted(_REGISTRY.exportable_names))
+        return map(jax.export.DisabledSafetyCheck.custom_call, sorted(_REGISTRY.exportable_names))
 
 
 # ======================================================================================================
@@ -1154,7 +1153,7 @@ def _check_has_layout(dtype: Any, subject: str) -> None:
         )
 
 
-def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None) -> tuple[list[Spec], Any]:
+def _normalize_specs(specs: Any, subject: str, ins: Sequence[_Spec] | None = None) -> tuple[list[_Spec], Any]:
     """Return the leaves of a pytree of declared specs as `ShapeDtypeStruct`s, and its structure.
 
     Args:
@@ -1177,7 +1176,7 @@ def _normalize_specs(specs: Any, subject: str, ins: Sequence[Spec] | None = None
     return normalized, structure
 
 
-def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> Spec:
+def _normalize_spec(declared: Any, subject: str, ins: Sequence[_Spec] | None) -> _Spec:
     """Return one declared spec as a `ShapeDtypeStruct`.  See `_normalize_specs` for `subject` and `ins`."""
     if not _has_shape_and_dtype(declared):
         raise TypeError(
@@ -1195,7 +1194,7 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
     dtype = np.dtype(declared.dtype)
     keeps_64_bits = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
     if ins is None or any(x.dtype == dtype for x in ins) or keeps_64_bits:
-        return Spec(shape, dtype)
+        return _Spec(shape, dtype)
     truncated = jax.dtypes.canonicalize_dtype(dtype)  # to 32 bits, if x64 is disabled
     if truncated != dtype:
         warnings.warn(
@@ -1203,7 +1202,7 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[Spec] | None) -> 
             'jax.config.update("jax_enable_x64", True).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
-    return Spec(shape, truncated)
+    return _Spec(shape, truncated)
 
 
 _SIZE_ADVICE = (
@@ -1219,7 +1218,7 @@ def _shape_error(subject: str, shape: Any) -> TypeError:
     if not isinstance(shape, Iterable):
         return TypeError(f"{rule} Got {shape}. A shape is a tuple, such as (3,).")
     for size in shape:
-        if isinstance(size, (jax.core.Tracer, Spec)):
+        if isinstance(size, (jax.core.Tracer, _Spec)):
             return TypeError(f"{rule} The size {_format_spec(size)} has no value while JAX traces. {_SIZE_ADVICE}")
         if isinstance(size, (tuple, list)):
             return TypeError(f"{rule} {shape} contains the shape {size}. Unpack it: (2, *x.shape).")
@@ -1284,7 +1283,7 @@ def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     raised = f"{option}, called with the specs ({shown}), raised {type(error).__name__}: {error}. "
     *_, (raising_frame, _) = traceback.walk_tb(error.__traceback__)
     # If the constructor of ShapeDtypeStruct raised the error, the shape was not a tuple.
-    if raising_frame.f_code is Spec.__init__.__code__:
+    if raising_frame.f_code is _Spec.__init__.__code__:
         return f"{raised}A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)."
     rule = f"{raised}Its arguments are specs with .shape and .dtype, and have no values."
     if isinstance(error, IndexError):
@@ -1329,12 +1328,12 @@ def _input_name(i: int, title: str, parameters: Sequence[str]) -> str:
     return f"{prefix}input {i}{parameter}"
 
 
-def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[Spec]:
+def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()) -> list[_Spec]:
     """Return the specs of converted inputs.  Raise an error if a dtype has no memory layout (random keys)."""
     avals = list(map(jax.typeof, args))
     for i, aval in enumerate(avals):
         _check_has_layout(aval.dtype, _input_name(i, title, parameters))
-    return [Spec(aval.shape, aval.dtype) for aval in avals]
+    return [_Spec(aval.shape, aval.dtype) for aval in avals]
 
 
 # Values of these types are passed to JAX unchecked.  `_convert_input` adds the types that JAX has accepted.  np.ndarray
@@ -1364,7 +1363,7 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
         raise TypeError(f"{name} must be an array; got a jax.Ref. Pass its value, {variable}[...].")
     if isinstance(x, jax.core.Tracer):
         return x
-    if isinstance(x, Spec):
+    if isinstance(x, _Spec):
         raise TypeError(
             f"{name} must be an array; got a ShapeDtypeStruct, which has no values. Pass an array, or write "
             f"jax.eval_shape(f, {variable})."
@@ -1463,22 +1462,22 @@ class _CallParams:
     The custom call has two kinds of results: outputs, which the primitive returns, and scratch buffers, which it drops.
     """
 
-    ins: tuple[Spec, ...]
-    outs: tuple[Spec, ...]
-    scratch: tuple[Spec, ...]
+    ins: tuple[_Spec, ...]
+    outs: tuple[_Spec, ...]
+    scratch: tuple[_Spec, ...]
     aliases: tuple[tuple[int, int], ...]  # (i, j): result j of the custom call starts with the value of input i
     zeroed: tuple[int, ...]  # the results of the custom call that start from zeros
     has_side_effect: bool
-    target: Any = None  # a `_Target`, once it is found
+    target: Any = None  # a `_CallTarget`, once it is found
     batch: tuple[int, ...] = ()  # one leading dimension per `vmap`, the innermost `vmap` last
 
     @property
-    def results(self) -> tuple[Spec, ...]:
+    def results(self) -> tuple[_Spec, ...]:
         """The specs of the results of the custom call."""
         return self.outs + self.scratch
 
     @property
-    def buffers(self) -> tuple[Spec, ...]:
+    def buffers(self) -> tuple[_Spec, ...]:
         """The specs of the buffers, in the order in which the handler gets them."""
         return self.ins + self.results
 
@@ -1637,7 +1636,7 @@ def _lower_without_shardings(
         return _lower(function, ctx, operands)
 
 
-_call_p = Primitive("xla_kernel")
+_call_p = _Primitive("xla_kernel")
 _call_p.multiple_results = True
 _define_impl(_call_p, "call")
 _call_p.def_effectful_abstract_eval(_call_abstract_eval)
@@ -1695,7 +1694,7 @@ def _lower_partitioned_call(ctx: Any, operands: Any, call: _CallParams, n_partit
     max_slice_rank = max(len(spec.shape) for spec in call.ins)
     leading_sizes = [*batch[:n_partitioned], *[1] * (max_slice_rank + 1)]
 
-    def padded_aval(spec: Spec, partitioned: bool = True) -> Any:
+    def padded_aval(spec: _Spec, partitioned: bool = True) -> Any:
         batch_sizes = [*leading_sizes, *batch[n_partitioned:]] if partitioned else []
         return jax.core.ShapedArray((*batch_sizes, *spec.shape), spec.dtype)
 
@@ -2100,11 +2099,11 @@ class _Wrapper(_PickledByReference):
         outs, structure = self._declared_specs("outs", ins)
         return structure.unflatten(self._bind_primitive(ins, outs, *args))
 
-    def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_primitive(self, ins: list[_Spec], outs: list[_Spec], *args: Any) -> list:
         """Bind the primitive, and return the outputs.  (hook)"""
         return self._call_params(ins, outs).bind(args)
 
-    def _call_params(self, ins: list[Spec], outs: list[Spec]) -> _CallParams:
+    def _call_params(self, ins: list[_Spec], outs: list[_Spec]) -> _CallParams:
         """Return the parameter of the primitive, including the target, for these inputs and declared outputs."""
         scratch, _ = self._declared_specs("scratch", ins)
         aliases = self._resolve_aliases(ins, outs)  # {input: result}
@@ -2127,7 +2126,7 @@ class _Wrapper(_PickledByReference):
         """Return the inputs of which the kernel gets a copy, because it may store to them.  (hook)"""
         return []
 
-    def _find_target(self, call: _CallParams) -> _Target:
+    def _find_target(self, call: _CallParams) -> _CallTarget:
         """Check the dtypes and parameters of a call, and return its target.
 
         If JAX has a device on which the kernel runs, compile it here, so that the user's call raises the errors.
@@ -2146,7 +2145,7 @@ class _Wrapper(_PickledByReference):
 
     # -- options that depend on the inputs -------------------------------------------------------------
 
-    def _argument_names(self, ins: Sequence[Spec]) -> Sequence[str]:
+    def _argument_names(self, ins: Sequence[_Spec]) -> Sequence[str]:
         """Return the names of the arguments of a call with these input arrays, including Warp's arguments by value."""
         n_values = len(self.all_parameters) - len(self.parameters)
         return self.all_parameters[: len(ins) + n_values]
@@ -2158,7 +2157,7 @@ class _Wrapper(_PickledByReference):
             return value
         return _call_with_specs(value, self.title, option, ins, self.all_parameters)
 
-    def _declared_specs(self, option: str, ins: Sequence[Spec]) -> tuple[list[Spec], Any]:
+    def _declared_specs(self, option: str, ins: Sequence[_Spec]) -> tuple[list[_Spec], Any]:
         """Return the specs that `outs` or `scratch` declares for these inputs, and their structure."""
         specs, structure = _normalize_specs(self._option_value(option, ins), f"{self.title}: {option}", ins)
         if _contains_dict(structure):
@@ -2170,7 +2169,7 @@ class _Wrapper(_PickledByReference):
             raise ValueError(f"{self.title} has no outputs, so JAX would never run it. Pass has_side_effect=True.")
         return specs, structure
 
-    def _resolve_aliases(self, ins: Sequence[Spec], outs: Sequence[Spec]) -> dict[int, int]:
+    def _resolve_aliases(self, ins: Sequence[_Spec], outs: Sequence[_Spec]) -> dict[int, int]:
         """Return {input: the output aliased to it} for the in-out arguments and `input_output_aliases`, checked."""
         aliases: dict[int, int] = {}
         for j, name in enumerate(self.in_outs):
@@ -2186,7 +2185,7 @@ class _Wrapper(_PickledByReference):
         return aliases
 
     @staticmethod
-    def _alias_problem(i: Any, j: Any, ins: Sequence[Spec], outs: Sequence[Spec], aliases: Mapping[int, int]) -> str:
+    def _alias_problem(i: Any, j: Any, ins: Sequence[_Spec], outs: Sequence[_Spec], aliases: Mapping[int, int]) -> str:
         """Return the error text if output j cannot be aliased to input i; otherwise an empty string."""
         for role, index, specs in (("input", i, ins), ("output", j, outs)):
             if not specs:
@@ -2219,7 +2218,7 @@ class _Wrapper(_PickledByReference):
             )
         return names.index(key)
 
-    def _check_in_out_spec(self, name: str, i: int, j: int, ins: Sequence[Spec], outs: Sequence[Spec]) -> None:
+    def _check_in_out_spec(self, name: str, i: int, j: int, ins: Sequence[_Spec], outs: Sequence[_Spec]) -> None:
         """Raise an error if output j does not have the spec of input i, which is the in-out argument `name`."""
         declared = outs[j] if j < len(outs) else None
         if ins[i] == declared:
@@ -3726,7 +3725,7 @@ class _NumbaWrapper(_Wrapper):
             "wrap the kernel in a function that has the constant in its closure."
         )
 
-    def _scalar_inputs(self, ins: Sequence[Spec]) -> frozenset[int]:
+    def _scalar_inputs(self, ins: Sequence[_Spec]) -> frozenset[int]:
         """Return the inputs that the option `scalars` selects.  Raise an error if one is not a 0-d input."""
         zero_dim = _zero_dim_inputs(ins)
         if self.options.scalars is True:
@@ -3742,7 +3741,7 @@ class _NumbaWrapper(_Wrapper):
         return frozenset(map(self.parameters.index, self.options.scalar_names))
 
 
-def _zero_dim_inputs(ins: Sequence[Spec]) -> frozenset[int]:
+def _zero_dim_inputs(ins: Sequence[_Spec]) -> frozenset[int]:
     """Return the indices of the 0-d inputs."""
     return frozenset(i for i, spec in enumerate(ins) if not spec.shape)
 
@@ -3759,7 +3758,7 @@ class _NumbaKernel(_NumbaWrapper):
             )
         super().__init__(kernel, options)
 
-    def _find_target(self, call: _CallParams) -> _Target:
+    def _find_target(self, call: _CallParams) -> _CallTarget:
         """Return the target of a call; if it is new, compile the kernel."""
         numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
         if numba.config.DISABLE_JIT:
@@ -3779,12 +3778,12 @@ class _NumbaKernel(_NumbaWrapper):
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_if_new)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_if_new, freezes_globals=True)
         platform_phrase = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or call the function with "
             "jax.pure_callback"
         )
-        return _Target(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
+        return _CallTarget(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
 
     def _jitted_kernel(self) -> Any:
         """Return the kernel as a ufunc, or as a dispatcher that can be compiled for read-only arrays."""
@@ -5422,7 +5421,7 @@ def _n_cuda_grid_indices(kernel: Any) -> int:
 class _CudaWrapper(_NumbaWrapper):
     """A wrapper of a Numba CUDA kernel (`_CudaKernel`), or of a function that launches kernels (`_CudaCallable`)."""
 
-    def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_primitive(self, ins: list[_Spec], outs: list[_Spec], *args: Any) -> list:
         """Return the results of the call as a list, after moving aliased operands to the memory of the device."""
         operands = list(args)
         call = self._call_params(ins, outs)
@@ -5443,20 +5442,20 @@ class _CudaWrapper(_NumbaWrapper):
         self,
         package: _CudaPackage,
         signature: _Signature,
-        compile_if_new: _CompileHandlerFunction,
+        compile_if_new: _CompileHandler,
         *,
         freezes_globals: bool,
         key: tuple = (),
-    ) -> _Target:
+    ) -> _CallTarget:
         """Return the target of a call with this signature.  If it is new, compile and register its handler.
 
-        `freezes_globals` says whether the handler contains the values of globals, instead of reading them in each call.
+        For `freezes_globals`, see `_TargetRegistry.numba_target_name`.
         `key` has all that determines the handler, besides the kernel and the signature.
         """
         options = "cuda", package.module, *key
         specialization = _Specialization(signature, options, package.platform, self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_if_new, freezes_globals)
-        return _Target(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
+        return _CallTarget(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
 class _CudaKernel(_CudaWrapper):
@@ -5479,7 +5478,7 @@ class _CudaKernel(_CudaWrapper):
             "and the block when you create the wrapper: numba_cuda_kernel(kernel, outs, grid=..., block=...)."
         )
 
-    def _find_target(self, call: _CallParams) -> _Target:
+    def _find_target(self, call: _CallParams) -> _CallTarget:
         package = self.package
         signature = self._checked_signature(call)
         launch_dims = self._option_value("launch_dims", call.ins)
@@ -5525,7 +5524,7 @@ class _CudaCallable(_CudaWrapper):
             raise _unsupported_kernel_error("numba_cuda_callable", takes, func)
         super().__init__(func, options)
 
-    def _find_target(self, call: _CallParams) -> _Target:
+    def _find_target(self, call: _CallParams) -> _CallTarget:
         signature = self._checked_signature(call)
         function = getattr(self.kernel, "__func__", self.kernel)  # of a method
         package = _callable_package(function)
@@ -6146,6 +6145,17 @@ class _CudaBatchEmitter(_CudaEmitter):
             write_launch(self._store_params(ir, arrays), z=n_slices)
 
 
+class _BatchLaunchUnsupported(Exception):
+    """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
+
+
+def _log_per_slice_fallback(title: str, error: Exception) -> None:
+    """Log the exception, of any type, because of which a batch has one launch per slice."""
+    reason = str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
+    one_line = " ".join(reason.split())
+    _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
+
+
 @dataclasses.dataclass
 class _CudaBatchLaunch:
     """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler.
@@ -6459,7 +6469,7 @@ class _WarpKernel(_Wrapper):
             key = self.all_parameters[key]
         return super()._input_index(key, n_in)
 
-    def _option_value(self, name: str, ins: Sequence[Spec]) -> Any:
+    def _option_value(self, name: str, ins: Sequence[_Spec]) -> Any:
         """Return the value of an option.  If it is a function, it gets all arguments of the call, including values."""
         arguments: list[Any] = list(ins)
         for position, parameter in enumerate(self.warp_params):
@@ -6475,7 +6485,7 @@ class _WarpKernel(_Wrapper):
         ambiguous = {name for name, store in stores.items() if store.kind is _StoreKind.AMBIGUOUS}
         return [i for i, name in enumerate(self.parameters[:n_in]) if name in ambiguous]
 
-    def _find_target(self, call: _CallParams) -> _Target:
+    def _find_target(self, call: _CallParams) -> _CallTarget:
         """Check the arrays of a call, and return its target.
 
         For example, the buffers of a call of `kernel(x, io, out, tmp)` are, if the kernel gets a copy of `x`:
@@ -6511,7 +6521,7 @@ class _WarpKernel(_Wrapper):
         return self._make_target(call, [_WarpArray(name, "data") for name in names], call.ins, source)
 
     def _make_target(
-        self, call: _CallParams, arrays: Sequence[_WarpArray], user_ins: Sequence[Spec], source: _WarpSource
+        self, call: _CallParams, arrays: Sequence[_WarpArray], user_ins: Sequence[_Spec], source: _WarpSource
     ) -> _PendingWarpTarget:
         """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
@@ -6560,7 +6570,7 @@ class _WarpKernel(_Wrapper):
     # -- launch dimensions -----------------------------------------------------------------------------
 
     def _launch_dims(
-        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]], source: _WarpSource
+        self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], source: _WarpSource
     ) -> tuple[int, ...]:
         """Return the dimensions of a launch in threads, or in blocks if it is tiled.
 
@@ -6584,7 +6594,7 @@ class _WarpKernel(_Wrapper):
         return dims
 
     def _default_launch_dims(
-        self, user_ins: Sequence[Spec], array_dims: Mapping[str, tuple[int, ...]], n_indices: int
+        self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], n_indices: int
     ) -> tuple[int, ...]:
         """Return the dimensions of the first array, which must be as many as the indices of `wp.tid()`.
 
@@ -6610,7 +6620,7 @@ class _WarpKernel(_Wrapper):
 
     # -- derivatives -----------------------------------------------------------------------------------
 
-    def _bind_primitive(self, ins: list[Spec], outs: list[Spec], *args: Any) -> list:
+    def _bind_primitive(self, ins: list[_Spec], outs: list[_Spec], *args: Any) -> list:
         """Return the results of the call as a list, with a VJP rule if `differentiable=True`."""
         without_vjp = functools.partial(super()._bind_primitive, ins, outs)
         if not self.options.differentiable:
@@ -6636,7 +6646,7 @@ class _WarpKernel(_Wrapper):
             for name, x in zip(self.parameters, args)
         )
 
-    def _adjoint_call(self, args: list[Spec], outs: list[Spec]) -> tuple[_CallParams, list[_WarpArray], list[str]]:
+    def _adjoint_call(self, args: list[_Spec], outs: list[_Spec]) -> tuple[_CallParams, list[_WarpArray], list[str]]:
         """Return the call of the adjoint, its operands, and the inputs whose gradients are its last results.
 
         For example, the buffers of the adjoint of `kernel(x, out)` are, with `d_x` for the gradient of `x`:
@@ -6799,7 +6809,7 @@ class _WarpParam:
 
     # -- arrays --
 
-    def check_array(self, spec: Spec, role: str) -> None:
+    def check_array(self, spec: _Spec, role: str) -> None:
         """Raise an error if the parameter cannot take an array of this spec.
 
         `role` is "input", "in-out", "output" or "scratch".
@@ -6838,7 +6848,7 @@ class _WarpParam:
             shown = f"{type(argument).__name__} {argument!r:.80}"
         return kind(f"{self.title} {rule}. Got {shown}. {fix}.")
 
-    def _dtype_fix(self, spec: Spec, role: str) -> str:
+    def _dtype_fix(self, spec: _Spec, role: str) -> str:
         if role in ("output", "scratch"):
             fix = f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
             is_truncated = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # because x64 is disabled
@@ -6850,7 +6860,7 @@ class _WarpParam:
             return f"Cast it: {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
 
-    def _shape_fix(self, spec: Spec, role: str) -> str:
+    def _shape_fix(self, spec: _Spec, role: str) -> str:
         if self.element_shape:
             shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
@@ -7221,10 +7231,10 @@ class _WarpEmitter(_Emitter):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class _PendingWarpTarget(_Target):
+class _PendingWarpTarget(_CallTarget):
     """A launch without a registered handler yet, because the platform is not known.
 
-    `prepare_lowering` returns the registered `_Target` for a platform.  Here, `name` is only for messages.
+    `prepare_lowering` returns the registered `_CallTarget` for a platform.  Here, `name` is only for messages.
     """
 
     launch: _WarpLaunch
@@ -7234,7 +7244,7 @@ class _PendingWarpTarget(_Target):
     platform_phrase: str = "runs on CPUs, and on NVIDIA GPUs where JAX has one"
     derivative_advice: str = "differentiable=True gives only first derivatives in reverse mode if all outputs are new. "
 
-    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _Target:
+    def prepare_lowering(self, platform: str, has_batch: bool = False) -> _CallTarget:
         """Record the launch on a platform, register a handler, and return its target.
 
         For a batch on a GPU, this is the launch of the batch kernel, if it can have one.
@@ -7253,7 +7263,7 @@ class _PendingWarpTarget(_Target):
                 _log_per_slice_fallback(self.title, error)
         return self._register(self.launch, platform, devices)
 
-    def _register(self, launch: _WarpLaunch, platform: str, devices: Sequence[str]) -> _Target:
+    def _register(self, launch: _WarpLaunch, platform: str, devices: Sequence[str]) -> _CallTarget:
         """Record a launch on these devices, and register a handler."""
         # Warp may make the context of another device current.
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
@@ -7270,7 +7280,7 @@ class _PendingWarpTarget(_Target):
                 return _compile_handler(self.signature, emitter)
 
             name = _REGISTRY.warp_target_name(specialization, compile_if_new)
-        return _Target(name, emitter.launch_attribute, platform=platform)
+        return _CallTarget(name, emitter.launch_attribute, platform=platform)
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
@@ -8207,17 +8217,17 @@ class _OpCall:
     """The outs, backend and static parameters of a call of an op, and the vmaps that were recorded so far (11.4)."""
 
     op: XLACustomKernel = dataclasses.field(repr=False)
-    out_specs: tuple[Spec, ...]  # the leaves of the user's outs, for one slice
+    out_specs: tuple[_Spec, ...]  # the leaves of the user's outs, for one slice
     out_tree: Any  # the structure of the user's outs
     backend: str | None
     params: _StaticParams
     vmaps: tuple[_RecordedVmap, ...] = ()  # the outermost first
 
     @property
-    def batched_out_specs(self) -> list[Spec]:
+    def batched_out_specs(self) -> list[_Spec]:
         """The specs of the outputs, including the batch."""
         batch_shape = [vmap.size for vmap in self.vmaps]
-        return [Spec((*batch_shape, *out.shape), out.dtype) for out in self.out_specs]
+        return [_Spec((*batch_shape, *out.shape), out.dtype) for out in self.out_specs]
 
     @property
     def in_axes_per_vmap(self) -> list[tuple]:
@@ -8281,7 +8291,7 @@ def _check_kernel_once(op_call: _OpCall, entry: KernelEntry, avals: tuple, trace
 # -- 11.3 The primitive: abstract evaluation and lowering ----------------------------------------------
 
 
-class _OpPrimitive(Primitive):
+class _OpPrimitive(_Primitive):
     """The primitive of an op.  Its only parameter is `_op_call`.
 
     BrainEvent binds the primitive directly, and calls its transpose rule from `ad.primitive_transposes`.  It passes
@@ -8535,7 +8545,7 @@ def general_batching_rule(prim: Any, args: Sequence, axes: Sequence[int | None],
         op_call = primitive.op._create_op_call(**params)
         outputs = op_call.out_tree.unflatten(op_call.under_vmap(vmap).bind(*ins))
     else:
-        function = functools.partial(prim.bind if isinstance(prim, Primitive) else prim, **params)
+        function = functools.partial(prim.bind if isinstance(prim, _Primitive) else prim, **params)
         outputs = _sequential_vmap(function, vmap.in_axes)(*ins)
     return outputs, jax.tree.map(lambda _: 0, outputs)
 
@@ -8642,7 +8652,7 @@ def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> lis
     subject = f"{op_call.op.title}: the kernel of backend {entry.backend!r} for platform {entry.platform!r}"
     # Inside `shard_map`, the generator may need the axes over which the outputs vary, for example for `pallas_call`.
     varying = _varying_kwargs(_all_varying_axes(map(jax.typeof, ins)))
-    outs = tuple([Spec(out.shape, out.dtype, **varying) for out in op_call.out_specs])
+    outs = tuple([_Spec(out.shape, out.dtype, **varying) for out in op_call.out_specs])
     try:
         function = _generated_function(entry, outs, op_call.params, _trace_context())
         returned = _call_generated_function(function, subject, entry.backend, ins)
@@ -8656,7 +8666,7 @@ def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> lis
 
 @functools.lru_cache(maxsize=4096)
 def _generated_function(
-    entry: KernelEntry, outs: tuple[Spec, ...], params: _StaticParams, trace_context: tuple
+    entry: KernelEntry, outs: tuple[_Spec, ...], params: _StaticParams, trace_context: tuple
 ) -> Callable:
     """Call a generator, and return its function.  If the generator returns a decorated kernel, return its wrapper.
 
@@ -8835,7 +8845,7 @@ def defjvp(primitive: Any, *jvp_rules: Callable | None) -> None:
         primitive = primitive.op
     if isinstance(primitive, XLACustomKernel):
         primitive.def_jvp_rule2(*jvp_rules)
-    elif isinstance(primitive, Primitive):
+    elif isinstance(primitive, _Primitive):
         ad.primitive_jvps[primitive] = functools.partial(_primitive_jvp, primitive, jvp_rules)
     else:
         raise TypeError(
