@@ -4572,9 +4572,9 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 #     kind         the statement or call                                 for an input
 #     exact        stores to the array of one parameter                  an error
+#     possible     perhaps only reads: a call of C++ code, of an         an error, also if it is one of several arrays
+#                  unknown function, or with a reference to an element
 #     ambiguous    stores to the array of one of several parameters      the kernel gets a copy (`_inputs_to_copy`)
-#     possible     may only read: a call of C++ code, of an unknown      an error, also if it is one of several arrays
-#                  function, or with a reference to an element
 #
 # The kernel gets a copy if the store is probably meant for another array.  Ambiguous stores occur in correct kernels,
 # such as those that swap two variables in a loop.  For a possible store, a copy would silently lose the values that C++
@@ -4599,7 +4599,7 @@ class _View(NamedTuple):
 
     parameter: str  # the parameter that is the array, or a struct with it
     # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, or if an
-    # index may select an item of a tuple or an element that is a struct, which removes no dimension of the view.
+    # index may remove no dimension of the view: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
     max_ndim: float
     maybe_struct: bool  # whether the value may be a struct
 
@@ -4618,11 +4618,11 @@ class _Store(NamedTuple):
     parameters: frozenset[str]  # it stores to the array of one of these parameters
     node: ast.AST  # the statement or call
     function: Any  # the kernel or helper that contains the node
-    may_only_read: bool = False
+    is_certain: bool  # False if the node perhaps only reads
 
     @property
     def kind(self) -> _StoreKind:
-        if self.may_only_read:
+        if not self.is_certain:
             return _StoreKind.POSSIBLE
         return _StoreKind.AMBIGUOUS if len(self.parameters) > 1 else _StoreKind.EXACT
 
@@ -4631,7 +4631,7 @@ def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-def _replace(views: Iterable[_View], **fields: Any) -> set[_View]:
+def _with_fields(views: Iterable[_View], **fields: Any) -> set[_View]:
     return {view._replace(**fields) for view in views}
 
 
@@ -4645,7 +4645,8 @@ class _Effect(enum.Enum):
     STORES = "stores to the first argument"
     RETURNS_ARGUMENT = "returns an argument, or a struct with it, such as Box(x, y)"
     RETURNS_VIEW = "returns a view of an argument, with any ndim"
-    UNKNOWN = "may store to all arguments"  # such inputs are errors, so it does not matter if the result views them
+    # All arguments count as stored to, so it does not matter whether the result is a view of them.
+    UNKNOWN = "may store to all arguments"
 
 
 # Warp's builtins with array parameters.  Those that are not listed have unknown effects.
@@ -4812,7 +4813,7 @@ class _WarpSource:
 
     @functools.cached_property
     def has_unanalyzed_code(self) -> bool:
-        """Whether the analysis misses code: C++ code, a user-defined adjoint, or a function that is an argument."""
+        """Whether there is C++ code, a user-defined adjoint, or a call of a function that is an argument."""
         unanalyzed = ("native_snippet", "custom_grad_func", "custom_replay_func")
         if any(getattr(function, name, None) for function in self.analyses for name in unanalyzed):
             return True
@@ -4824,6 +4825,9 @@ class _FunctionAnalysis:
     """The views and stores of one Warp function, in terms of its parameters.
 
     For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
+
+    Warp 1.14 to 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
+    `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is a number.
     """
 
     def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
@@ -4849,8 +4853,6 @@ class _FunctionAnalysis:
 
     def find_views(self) -> int:
         """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
-        # Warp 1.14 to 1.19 accepts only these forms of assignments: to a variable, a field, an element, or a tuple of
-        # variables, as in `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.
         for node in self.nodes:
             match node:
                 case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
@@ -4871,10 +4873,11 @@ class _FunctionAnalysis:
                 for variable in variables:
                     self._assign(variable, views)
             case ast.Attribute(value=struct):
-                self._assign(struct, _replace(views, maybe_struct=True))
+                self._assign(struct, _with_fields(views, maybe_struct=True))
             case ast.Subscript(value=array):
-                # An element has views only if it is a struct: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.
-                self._assign(array, _replace((view for view in views if view.maybe_struct), max_ndim=math.inf))
+                # An element has views only if it is a struct: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  Here,
+                # the index `[i]` removes no dimension of `y`.
+                self._assign(array, _with_fields((view for view in views if view.maybe_struct), max_ndim=math.inf))
 
     def _views_of(self, node: ast.expr) -> set[_View]:
         """Return the views that the value of an expression may be."""
@@ -4887,10 +4890,10 @@ class _FunctionAnalysis:
                 # A view without dimensions is an element: a number, vector, matrix or struct.
                 views = self._views_of(owner)
                 return {view._replace(max_ndim=view.max_ndim - n_lost) for view in views if view.max_ndim > n_lost}
-            case ast.Attribute(value=owner, attr=name):  # of an array, `size` is a number; of a struct, maybe an array
+            case ast.Attribute(value=owner, attr=name):  # `x.size` is a number, but a struct may have an array `size`
                 return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
             case ast.Tuple(elts=parts):
-                return _replace(self._views_of_any(parts), max_ndim=math.inf)
+                return _with_fields(self._views_of_any(parts), max_ndim=math.inf)
             case ast.IfExp(body=first, orelse=second):
                 return self._views_of_any([first, second])
             case ast.Call():
@@ -4920,9 +4923,9 @@ class _FunctionAnalysis:
         views = self._views_of_any(_arguments(call))
         match _effect(callee):
             case _Effect.RETURNS_ARGUMENT:
-                return _replace(views, maybe_struct=True)
+                return _with_fields(views, maybe_struct=True)
             case _Effect.RETURNS_VIEW:
-                return _replace(views, max_ndim=math.inf)
+                return _with_fields(views, max_ndim=math.inf)
         return set()
 
     def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
@@ -4963,24 +4966,22 @@ class _FunctionAnalysis:
         if _is_user_function(callee):
             analysis = self.analyses[callee]
             for parameter in analysis.maybe_stored:
-                self._add_store(self._views_of_argument(call, callee, parameter), call, may_only_read=True)
+                self._add_store(self._views_of_argument(call, callee, parameter), call, is_certain=False)
             for store in list(analysis.stores):  # a copy, because the callee may be this function
                 views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(views, store.node, store.function, store.may_only_read)
+                self._add_store(views, store.node, store.function, store.is_certain)
             return
         effect = _effect(callee)
         if effect is _Effect.STORES:
             # With keywords only, any of them may be the first parameter.
             self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
         elif effect is _Effect.UNKNOWN:
-            self._add_store(self._views_of_any(_arguments(call)), call, may_only_read=True)
+            self._add_store(self._views_of_any(_arguments(call)), call, is_certain=False)
 
-    def _add_store(
-        self, views: Iterable[_View], node: ast.AST, function: Any = None, may_only_read: bool = False
-    ) -> None:
+    def _add_store(self, views: Iterable[_View], node: ast.AST, function: Any = None, is_certain: bool = True) -> None:
         """Add a store to one of the arrays of these views, by a node of this function or of another one."""
         parameters = frozenset(view.parameter for view in views)
-        store = _Store(parameters, node, function or self.function, may_only_read)
+        store = _Store(parameters, node, function or self.function, is_certain)
         if parameters and store not in self.stores:
             self.stores.append(store)
 
@@ -5005,7 +5006,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
         if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, or an aliased input
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
-        if not store.may_only_read:
+        if store.is_certain:  # and exact, because an input with ambiguous stores was copied
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
             f" If this call only reads {name!r}, list it in in_out_argnames even so, add its spec to outs (in-out "
