@@ -21,17 +21,17 @@ kernels in `jax.custom_vjp` to differentiate them.
 The contract:
 
 - A mistake raises an error that names its fix.  The list below and the wrappers' docstrings say what is not checked.
-- The caller's arrays never change.  If a kernel updates an argument whose old value is used again, XLA copies it first.
+- The caller's arrays do not change, except by the stores listed below.  If a kernel updates an argument whose old value
+  is used again, XLA copies it first.
 - New outputs and `scratch` buffers start from zeros, unless `zero_outputs=False`.
 
 Not checked, and the user's responsibility:
 
 - indices, by default: an index out of bounds corrupts memory, as in C
-- stores that change the caller's arrays:
-  - to inputs: in your own intrinsics, overloads and types, by C or C++ code, through raw addresses, or in the Python
-    code of a `numba_cuda_callable`
-  - to global device arrays
-- values of static parameters whose `__eq__` is true for different values: a call may use the value of an earlier call
+- stores to inputs by your own intrinsics, overloads and types, by C or C++ code that Numba kernels call, through raw
+  addresses, and by the Python code of a `numba_cuda_callable`
+- stores to global device arrays
+- static parameters of your own types whose `__eq__` is true for different values: a call may use an earlier value
 - globals that another thread assigns during a compilation: the kernel may contain the old or the new value
 
 The module needs Python 3.12, jax 0.9 and NumPy 2.0, or later versions.  All wrappers need Numba 0.63 or later, whose
@@ -527,7 +527,7 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 
 def _py_func(kernel: Any) -> Any:
     """Return the Python function of a Numba or Warp kernel; return a plain function itself."""
-    if hasattr(kernel, "adj"):  # Warp
+    if hasattr(kernel, "adj"):  # the adjoint of a kernel or function of Warp
         return getattr(kernel, "func", None) or kernel
     dispatcher = getattr(kernel, "_dispatcher", kernel)  # numba.vectorize keeps its dispatcher there
     return getattr(dispatcher, "py_func", None) or kernel
@@ -538,7 +538,7 @@ _LIBRARY_MODULES = frozenset("_operator builtins cmath heapq math numba numba_cu
 
 
 def _is_library_module(name: Any) -> bool:
-    """Return whether a module, or the package that it is in, is one of `_LIBRARY_MODULES`."""
+    """Return whether the module of this name, or the package that it is in, is one of `_LIBRARY_MODULES`."""
     return str(name).partition(".")[0] in _LIBRARY_MODULES
 
 
@@ -599,12 +599,15 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
     def add(name: str, value: Any) -> None:
         for part in _value_and_items(value):
             pairs.append((name, part))
-            if not isinstance(part, types.ModuleType) or part in visited_modules or _is_library_module(part.__name__):
-                continue
-            visited_modules.append(part)
+            if isinstance(part, types.ModuleType) and not _is_library_module(part.__name__):
+                add_attributes(part)
+
+    def add_attributes(module: types.ModuleType) -> None:
+        if module not in visited_modules:
+            visited_modules.append(module)
             for attribute in attributes:
-                if attribute in vars(part):
-                    add(attribute, vars(part)[attribute])
+                if attribute in vars(module):
+                    add(attribute, vars(module)[attribute])
 
     for name, value in _captured_variables(function).items():
         add(name, value)
@@ -695,7 +698,8 @@ def _fingerprint(kernel: Any) -> _Fingerprint:
 def _options_and_code(function: Any) -> list[tuple[str, Any]]:
     """Return (name, value) pairs: the options and the code of one function, and the items of their values."""
     values = dict(getattr(function, "targetoptions", {}))
-    # numba_cuda_mlir (9.3) assigns this option when it compiles a `@cuda.jit` kernel.  Equal new kernels lack it.
+    # numba_cuda_mlir, a package for CUDA (9.3), assigns this option when it compiles a kernel.  An equal kernel that is
+    # not compiled yet lacks it, so its value must not count.
     values["chip"] = None
     # `locals={"n": numba.int8}`.  The text of a type is hashed into target names.  Different types may have the same
     # text, so the type is an item, too, and is compared by identity.
@@ -769,7 +773,7 @@ def _can_share_target(kernel: Any) -> bool:
     """Return whether the fingerprint of a kernel covers all that decides its machine code.
 
     It covers the current captured values.  The machine code of a decorated kernel that is already compiled may contain
-    older ones.  So a decorated kernel can share a target only for its first specialization.
+    older ones.  So a decorated kernel can share a target only if it has no overload yet.
     """
     is_plain_function = isinstance(kernel, types.FunctionType)
     if not is_plain_function and getattr(kernel, "overloads", True):  # a ufunc does not show whether it is compiled
@@ -782,8 +786,8 @@ def _can_share_target(kernel: Any) -> bool:
 def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
     """Return an identity key of each helper's machine code: its first overload, or None if it is not compiled yet.
 
-    After `Dispatcher.recompile`, the machine code of a helper may contain other captured values.  It replaces all
-    overloads, and other compilations add one at the end.  So the first one shows whether the helper was recompiled.
+    `Dispatcher.recompile` replaces all overloads of a helper, and the new ones may contain other captured values.  Any
+    other compilation adds an overload at the end.  So the first overload shows whether the helper was recompiled.
     """
     overloads = [getattr(helper, "overloads", {}).values() for helper in _kernel_and_helpers(kernel)[1:]]
     return tuple(_IdentityKey(next(iter(overloads_of_helper), None)) for overloads_of_helper in overloads)
@@ -793,19 +797,19 @@ def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
 # A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, such as `xla_kernels.add.9.3f0c5a...`, and is permanent.
 #
 #                      prefix                       the hash covers
-#     with `name=`     the user's name              the platform, the signature and the launch layout
-#     without          `<this module>.<kernel>`     the same, the options, and the text of the fingerprint
+#     with `name=`     the user's name              the platform, `str(signature)` and the launch layout
+#     without          `<this module>.<kernel>`     the same, `zeroed`, the options, and the text of the fingerprint
 #
 # - With `name=`, exported programs find the kernel even if its code or options were edited, so the hash does not cover
 #   these.  A name that is in use already is an error.  JAX exports only programs of kernels with `name=` (3.7).
-# - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels, such
-#   as K1 and K2, may have the same hash.  Then the second one gets a number:
+# - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
+#   have the same hash.  Then the second one gets a number.  Another process may number them differently:
 #
 #       process A, which creates K1 and K2:     K1 is `h`, K2 is `h.2`
 #       process B, which only creates K2:       K2 is `h`
 #
-#   The key of a program in the cache covers the names of its targets.  So a program of B that calls K2 may get the
-#   executable that A compiled for K1.  The executable contains only the name `h`.  XLA looks it up in B, and finds K2.
+#   This is harmless, because executables contain names, not kernels.  If B calls K2, it may get the executable that A
+#   compiled for K1.  XLA looks up `h` in B, and runs K2.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when they change.  It is in each target name, so exported programs never call handlers of others.
@@ -828,7 +832,7 @@ class _Specialization(NamedTuple):
             prefix = self.requested_name
         else:
             prefix = f"{__name__}.{self.signature.label}"
-            # `zeroed`: the results that start from zeros.  It is an option, so the text of the signature lacks it.
+            # `str(signature)` has no `zeroed`, so that exported programs find a kernel with another `zero_outputs`.
             parts += [str(self.signature.zeroed), fingerprint_text, *map(str, self.options)]
         return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
 
@@ -871,9 +875,9 @@ def _first_unused_name(base_name: str) -> tuple[str, int]:
 #
 #     object               lives                                  kept alive by
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
-#     kernel               as long as its wrappers                its wrappers; `_WarpLaunch`
+#     kernel               as long as its wrappers and traces     its wrappers; `_WarpLaunch`, in JAX's caches
 #     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
-#     captured values      forever, if the target can be shared   `shared_names`: those without an exact text
+#     captured value       forever, if it has no exact text       `shared_names`, for example with an array above 1 MB
 #     `_CallTarget`        as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
 #     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
@@ -1023,7 +1027,7 @@ def _warn_of_many_compilations(label: str, number: int) -> None:
 
 
 # importlib.reload keeps `globals()`, and so the registry, but redefines the classes of its keys.  Old and new keys can
-# be equal nevertheless: NamedTuples compare as tuples, whatever their classes, and `_IdentityKey`s by their values.
+# be equal nevertheless: NamedTuples compare as tuples, whatever their classes, and `_IdentityKey`s compare identities.
 # Other copies of this file, which may be other versions, have registries of their own.
 _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
@@ -1035,8 +1039,8 @@ _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 class _CallTarget:
     """The target of a call, its launch attribute, and texts for errors.  Batch dimensions do not change them.
 
-    Calls with different launches can have the same target.  A `_CallTarget` must not refer to its wrapper: JAX's caches
-    hold it under a weak reference to the wrapper, and the values of such a cache keep all that they refer to alive.
+    Calls with different launches can have the same target.  A `_CallTarget` must not refer to its wrapper.  JAX caches
+    it in dictionaries with weak references to wrappers as keys.  A value that refers to its key would never be freed.
     """
 
     name: str  # the target
@@ -1055,7 +1059,8 @@ class _CallTarget:
         """Check the platform, finish the compilation and registration for it, and return the target to call.
 
         A Numba kernel was registered when its call was traced, so return `self`.  For a batch on a GPU, also compile
-        the kernel for a batch launch.  `_PendingWarpTarget` overrides this method, and registers a target.
+        the kernel for a batch launch.  If that fails, log the reason.  `_PendingWarpTarget` overrides this method, and
+        registers a target.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
