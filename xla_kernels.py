@@ -4575,34 +4575,34 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 # A store is of one of three kinds.  The kind does not say whether the statement runs:
 #
-#     kind         the statement or call                                 for an input
-#     exact        stores to the array of one parameter                  an error
-#     possible     perhaps only reads: a call of C++ code, of an         an error, also if it is one of several arrays
-#                  unknown function, or with a reference to an element
-#     ambiguous    stores to the array of one of several parameters      the kernel gets a copy (`_inputs_to_copy`)
+#     kind         the statement or call                                     if its array may be an input
+#     possible     perhaps only reads: a call of C++ code, of an unknown     an error
+#                  function, or with a reference to an element
+#     exact        stores to the array of one parameter                      an error
+#     ambiguous    stores to the array of one of several parameters          the kernel gets a copy (`_inputs_to_copy`)
 #
-# The kernel gets a copy if the store is probably meant for another array.  Ambiguous stores occur in correct kernels,
-# such as those that swap two variables in a loop.  For a possible store, a copy would silently lose the values that C++
-# code stores.
+# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop, and are probably meant for
+# another array.  For a possible store, a copy would silently lose the values that C++ code stores.
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
 # new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
 # `box.out[i]` is ambiguous.  It misses stores through an array of structs that a helper fills:
 #
 #     fill(boxes, x)              # runs boxes[0].pos = x
-#     boxes[0].pos[i] = 1.0       # this store to x is not found
+#     boxes[0].pos[i] = 1.0       # this store to x is not found, and neither is the same store in a helper
 
-_RETURNED = "return"  # the key of the returned value among variables, of which none can have this name
+_RETURNED = "return"  # the key of the returned value among variables.  `return` is a keyword, so none has this name
 
 
 class _View(NamedTuple):
     """An array that a value may be a view of, or, if the value is a struct, that a field may be a view of.
 
     For a parameter `x` with two dimensions, `x[i]` is `_View("x", 1, False)`, and `x[i, j]` is a number without views.
-    After `box.pos = x`, the struct `box` is `_View("x", 2, True)`.
+    After `box.pos = x`, the struct `box` is `_View("x", 2, True)`.  A parameter `p` that is a struct with arrays of at
+    most two dimensions is `_View("p", 2, True)`.
     """
 
-    parameter: str  # the parameter that is the array, or a struct with it
+    parameter: str  # a parameter that is an array, or a struct with arrays
     # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, or if an
     # index may remove no dimension of the view: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
     max_ndim: float
@@ -4610,10 +4610,10 @@ class _View(NamedTuple):
 
 
 class _StoreKind(enum.IntEnum):
-    """The kinds of stores in the table above.  Those that are errors for an input come first."""
+    """The kinds of stores, in the order of the table above: first those that are errors for an input."""
 
-    EXACT = 0
-    POSSIBLE = 1
+    POSSIBLE = 0
+    EXACT = 1
     AMBIGUOUS = 2
 
 
@@ -4680,7 +4680,7 @@ def _effect(callee: Any) -> _Effect:
 
 
 def _loaded_module(name: str) -> Any:
-    """Return a module of Warp, which its kernels have loaded.  This is faster than an import statement."""
+    """Return a module of Warp, which is an optional package.  It is loaded, because there is a kernel."""
     return sys.modules[name]
 
 
@@ -4709,7 +4709,8 @@ def _is_warp_struct(value: Any) -> bool:
 def _callee(node: ast.expr, captured: Mapping[str, Any]) -> Any:
     """Return the value to which the expression before the parentheses of a call refers, or None.
 
-    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.
+    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.  Of a
+    builtin, such as `wp.tid`, only the last name counts.
     """
     value = _captured_value(node, captured)
     if _is_warp_function(value) or _is_warp_struct(value):
@@ -4743,8 +4744,8 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
-    # After a `*`, the positions are unknown, so the parameter may get any other argument.  The `*` itself has no
-    # arrays, because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
+    # After a starred argument, the positions are unknown, so the parameter may get any other one.  The starred argument
+    # has no views, because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
     arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
@@ -4813,7 +4814,7 @@ class _WarpSource:
 
     @functools.cached_property
     def uses_tiles(self) -> bool:
-        """Whether the kernel calls builtins for tiles."""
+        """Whether the kernel or a helper calls builtins for tiles."""
         return any(_builtin_name(callee).startswith(("tile", "untile")) for _, callee in self.calls)
 
     @functools.cached_property
@@ -4843,8 +4844,9 @@ class _FunctionAnalysis:
         self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
         self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
         self.stores: list[_Store] = []
-        # Each call of this function is a possible store to these parameters: to all parameters of C++ code, which the
-        # analysis cannot read, and to references, because `p = 1.0` looks like an assignment to a local variable.
+        # Each call of this function is a possible store to these parameters.  They are:
+        # - all parameters of a C++ function, which the analysis cannot read
+        # - references, because a store to the reference `p`, `p = 1.0`, looks like an assignment to a local variable
         self.maybe_stored: list[str] = []
         is_cpp = bool(getattr(function, "native_snippet", None))
         for name, warp_type in _parameter_types(function).items():
@@ -4880,8 +4882,8 @@ class _FunctionAnalysis:
             case ast.Attribute(value=struct):
                 self._assign(struct, _with_fields(views, maybe_struct=True))
             case ast.Subscript(value=array):
-                # An element has views only if it is a struct: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  Here,
-                # the index `[i]` removes no dimension of `y`.
+                # Only elements that are structs have views: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  The ndim
+                # is infinite, so that the index of a later `boxes[i]` removes no dimension of `y`.
                 self._assign(array, _with_fields((view for view in views if view.maybe_struct), max_ndim=math.inf))
 
     def _views_of(self, node: ast.expr) -> set[_View]:
@@ -4919,7 +4921,7 @@ class _FunctionAnalysis:
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
-            # The called function declares the ndim of its parameters, so its bound is valid for all arguments.
+            # For `tail(a)` above, the type of `a` declares an ndim, which bounds the result for all arguments.
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
                 for returned in self.analyses[callee].views[_RETURNED]
@@ -4997,7 +4999,7 @@ class _FunctionAnalysis:
 def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    Outputs are checked only if the user did not set `zero_outputs`.
+    Outputs are checked only if the user did not set `zero_outputs`.  Both values allow outputs without stores.
 
     `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
     scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
@@ -5008,14 +5010,14 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
     # With input_output_aliases={0: 0}, the memory of input 0 is that of an output, so the kernel may store to it.
     read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
     for name, store in source.stores.items():
-        if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, or an aliased input
+        if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, an aliased input, or no array
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
         if store.is_certain:  # and exact, because an input with ambiguous stores was copied
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
-            f" If this call only reads {name!r}, list it in in_out_argnames even so, add its spec to outs (in-out "
-            "arguments come first), and ignore the additional result."
+            f" If this statement only reads {name!r}, list it in in_out_argnames nevertheless, add its spec to outs "
+            "(in-out arguments come first), and ignore the additional result."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
     if wrapper.options.checks_outputs:
