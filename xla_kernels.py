@@ -172,7 +172,7 @@ __all__ = [
 # - `_apply_primitive` marks functions that `jax_debug_nans` must not run again: test_debug_nans.
 # - `aval.sharding` has the mesh of a type, and `aval.manual_axis_type` (`aval.vma` if jax < 0.11) its varying axes:
 #   test_xla_partitions_batch_without_communication.
-# - The effect of `jax.ffi.ffi_call` is read from a jaxpr (`_side_effect`):
+# - The effect of `jax.ffi.ffi_call` is read from a jaxpr (`_side_effects`):
 #   test_side_effect_keeps_unused_and_equal_calls.
 # - `val` of the tracers of `vmap` is the batched value: test_op_vjp_rule_handles_integers_and_structured_outs.
 # - `jax.export` reads `disabled_checks` after lowering (`export_checks`): test_export_with_symbolic_shape.
@@ -189,7 +189,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def _import(module: str, needed_by: str, install: str) -> Any:
-    """Import an optional package.  If it is missing, raise an error with the command that installs it."""
+    """Import an optional package.  If that fails, raise an error with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -248,8 +248,8 @@ def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
 
 
 @functools.cache
-def _side_effect() -> frozenset:
-    """Return the effect of `jax.ffi.ffi_call(has_side_effect=True)`, for which JAX has lowering and ordering rules."""
+def _side_effects() -> frozenset:
+    """Return the effects of `jax.ffi.ffi_call(has_side_effect=True)`, for which JAX has lowering and ordering rules."""
     call = jax.ffi.ffi_call("xla_kernels.effect", (), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
 
@@ -513,8 +513,8 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 #     def scaled(x, factor):
 #         return numba_kernel(lambda x: factor * x, outs=lambda x: x)(x)
 #
-# Kernels with equal factors have the same fingerprint (3.2), and share a target.  Each new factor compiles a kernel,
-# which stays registered forever, without a warning.  A factor that changes often should be an input.
+# Kernels with equal factors have the same fingerprint (3.2), and share a target.  A new factor changes the fingerprint,
+# and so compiles a kernel, which stays registered forever.  A factor that changes often should be an input.
 #
 # Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
 # specialization keeps the old value.  A call with another dtype or rank, and a new wrapper of a plain function, read
@@ -526,8 +526,8 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 
 
 def _py_func(kernel: Any) -> Any:
-    """Return the Python function of a Numba or Warp kernel; return a plain function itself."""
-    if hasattr(kernel, "adj"):  # the adjoint of a kernel or function of Warp
+    """Return the Python function of a Numba or Warp kernel.  Return any other object itself."""
+    if hasattr(kernel, "adj"):  # only kernels and functions of Warp have this attribute
         return getattr(kernel, "func", None) or kernel
     dispatcher = getattr(kernel, "_dispatcher", kernel)  # numba.vectorize keeps its dispatcher there
     return getattr(dispatcher, "py_func", None) or kernel
@@ -564,7 +564,7 @@ def _code_and_nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _code_and_nested(constant)
 
 
-def _captured_variables(function: types.FunctionType) -> dict[str, Any]:
+def _referenced_variables(function: types.FunctionType) -> dict[str, Any]:
     """Return the globals, builtins and closure variables that the code of a function may reference.
 
     A code object does not tell globals and attributes apart.  If the code has `x.size`, and there is a global `size`,
@@ -583,9 +583,9 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
     """Return a (name, value) pair for each variable and default that a kernel references, and for their parts.
 
     The parts are the items of tuples and lists, and the attributes of modules, except of library modules.  As in
-    `_captured_variables`, each name in the code may be an attribute of each module.  For `sizes.ROW[0]`:
+    `_referenced_variables`, each name in the code may be an attribute of each module.  For `sizes.ROW[0]`:
 
-        [("sizes", <module 'sizes'>), ("ROW", (3, 4)), ("ROW", 3), ("ROW", 4), ...]
+        [("sizes", <module 'sizes'>), ("ROW", (3, 4)), ("ROW", 3), ("ROW", 4), ("(defaults)", None), ...]
 
     If the kernel has no Python function, return no pairs.
     """
@@ -609,7 +609,7 @@ def _captured_values(kernel: Any) -> list[tuple[str, Any]]:
                 if attribute in vars(module):
                     add(attribute, vars(module)[attribute])
 
-    for name, value in _captured_variables(function).items():
+    for name, value in _referenced_variables(function).items():
         add(name, value)
     add("(defaults)", function.__defaults__)
     add("(keyword defaults)", tuple((function.__kwdefaults__ or {}).items()))
@@ -700,7 +700,7 @@ def _options_and_code(function: Any) -> list[tuple[str, Any]]:
     values = dict(getattr(function, "targetoptions", {}))
     # numba_cuda_mlir, a package for CUDA (9.3), assigns this option when it compiles a kernel.  An equal kernel that is
     # not compiled yet lacks it, so its value must not count.
-    values["chip"] = None
+    values.pop("chip", None)
     # `locals={"n": numba.int8}`.  The text of a type is hashed into target names.  Different types may have the same
     # text, so the type is an item, too, and is compared by identity.
     variable_types = sorted(getattr(function, "locals", {}).items())
@@ -776,11 +776,11 @@ def _can_share_target(kernel: Any) -> bool:
     older ones.  So a decorated kernel can share a target only if it has no overload yet.
     """
     is_plain_function = isinstance(kernel, types.FunctionType)
-    if not is_plain_function and getattr(kernel, "overloads", True):  # a ufunc does not show whether it is compiled
-        return False
+    has_no_overloads = not getattr(kernel, "overloads", True)  # True: a ufunc does not show whether it is compiled
     # Numba reads attributes of the function, such as `__wrapped__` for the parameters.  A fingerprint has none of them.
     # Helpers are compared by identity, so equal fingerprints have the same helpers, with the same attributes.
-    return not vars(_py_func(kernel))
+    has_no_attributes = not vars(_py_func(kernel))
+    return (is_plain_function or has_no_overloads) and has_no_attributes
 
 
 def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
@@ -794,25 +794,25 @@ def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
 
 
 # -- 3.3 Target names ----------------------------------------------------------------------------------
-# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, such as `xla_kernels.add.9.3f0c5a...`, and is permanent.
+# A target name is `<prefix>.<_INTERFACE_VERSION>.<hash>`, such as `xla_kernels.add.9.3f0c5a...`.  It is never freed.
 #
 #                      prefix                       the hash covers
 #     with `name=`     the user's name              the platform, `str(signature)` and the launch layout
 #     without          `<this module>.<kernel>`     the same, `zeroed`, the options, and the text of the fingerprint
 #
 # - With `name=`, exported programs find the kernel even if its code or options were edited, so the hash does not cover
-#   these.  A name that is in use already is an error.  JAX exports only programs of kernels with `name=` (3.7).
+#   these.  A name that is in use already is an error.  JAX exports only programs of kernels with `name=` (3.8).
 # - Without `name=`, programs in JAX's persistent cache find the kernel if it has not changed.  Different kernels may
 #   have the same hash.  Then the second one gets a number.  Another process may number them differently:
 #
 #       process A, which creates K1 and K2:     K1 is `h`, K2 is `h.2`
 #       process B, which only creates K2:       K2 is `h`
 #
-#   This is harmless, because executables contain names, not kernels.  If B calls K2, it may get the executable that A
-#   compiled for K1.  XLA looks up `h` in B, and runs K2.
+#   This is harmless.  An executable contains names, not kernels, and all else in it follows from the program, which is
+#   its key in the cache.  So if B calls K2, it may get the executable that A compiled for K1.  XLA runs `h` of B, K2.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
-# Increment it when they change.  It is in each target name, so exported programs never call handlers of others.
+# Increment it when they change.  It is in each target name, so no exported program calls a handler of another version.
 _INTERFACE_VERSION = 9
 
 
@@ -832,7 +832,7 @@ class _Specialization(NamedTuple):
             prefix = self.requested_name
         else:
             prefix = f"{__name__}.{self.signature.label}"
-            # `str(signature)` has no `zeroed`, so that exported programs find a kernel with another `zero_outputs`.
+            # `str(signature)` lacks `zeroed`, because exported programs do not depend on it: the handler writes zeros.
             parts += [str(self.signature.zeroed), fingerprint_text, *map(str, self.options)]
         return f"{prefix}.{_INTERFACE_VERSION}.{_hash(*parts)}"
 
@@ -864,25 +864,7 @@ def _first_unused_name(base_name: str) -> tuple[str, int]:
     return target_name, number
 
 
-# -- 3.4 Registered handlers: shared state, locks, lifetimes -------------------------------------------
-# Locks, in the order in which a thread acquires them:
-#     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
-#     2. `_REGISTRY_LOCK`: held to look up `names_by_owner`, and to choose and register a name; never to compile
-# A thread that holds a lock of section 9 (`_CudaBatchLaunch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
-# of `_native_lock_address` are acquired only by machine code, which runs slices.
-#
-# Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
-#
-#     object               lives                                  kept alive by
-#     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
-#     kernel               as long as its wrappers and traces     its wrappers; `_WarpLaunch`, in JAX's caches
-#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
-#     captured value       forever, if it has no exact text       `shared_names`, for example with an array above 1 MB
-#     `_CallTarget`        as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
-#     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
-#     machine code         as long as its `_CompiledHandler`      `_CompiledHandler.keep_alive`
-#     XLA executable       while JAX caches it                    JAX's caches; it refers to handlers only by name
-
+# -- 3.4 Registered handlers ---------------------------------------------------------------------------
 # State that all copies of this file in a process share, including vendored, reloaded and older copies.  So its keys,
 # such as "names", must not change.  It is the namespace of a module that exists only in `sys.modules`.  A copy reads
 # only its own handlers.  The others are there to stay alive.
@@ -1026,13 +1008,33 @@ def _warn_of_many_compilations(label: str, number: int) -> None:
     )
 
 
-# importlib.reload keeps `globals()`, and so the registry, but redefines the classes of its keys.  Old and new keys can
-# be equal nevertheless: NamedTuples compare as tuples, whatever their classes, and `_IdentityKey`s compare identities.
+# importlib.reload keeps `globals()`, and so the registry with its old methods, but redefines the classes of its keys.
+# Old and new keys can be equal: NamedTuples compare as tuples, whatever their classes, and `_IdentityKey`s compare
+# identities.
 # Other copies of this file, which may be other versions, have registries of their own.
 _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 
 
-# -- 3.6 The target of a call --------------------------------------------------------------------------
+# -- 3.6 Locks and lifetimes ---------------------------------------------------------------------------
+# Locks, in the order in which a thread acquires them:
+#     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
+#     2. `_REGISTRY_LOCK`: held to look up `names_by_owner`, and to choose and register a name; never to compile
+# A thread that holds a lock of section 9 (`_CudaBatchLaunch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
+# of `_native_lock_address` are acquired only by machine code, which runs slices.
+#
+# Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
+#
+#     object               lives                                  kept alive by
+#     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
+#     kernel               as long as its wrappers and traces     its wrappers; `_WarpLaunch`, in JAX's caches
+#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
+#     captured value       forever, if it has no exact text       `shared_names`, for example an array above 1 MB
+#     `_CallTarget`        as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
+#     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
+#     its machine code     forever                                `_CompiledHandler.keep_alive`
+#     XLA executable       while JAX caches it                    JAX's caches; it refers to handlers only by name
+
+# -- 3.7 The target of a call --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -1079,7 +1081,7 @@ class _CallTarget:
         return self
 
 
-# -- 3.7 Exports ---------------------------------------------------------------------------------------
+# -- 3.8 Exports ---------------------------------------------------------------------------------------
 
 
 class export_checks:
@@ -1506,7 +1508,7 @@ def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
     partition = _batch_partition(operand_axes)
     avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in call.outs]
     if call.has_side_effect:
-        return avals, _side_effect()
+        return avals, _side_effects()
     return avals, frozenset()
 
 
@@ -4839,7 +4841,7 @@ class _FunctionAnalysis:
     def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
         self.function = function
         self.analyses = analyses  # of `_WarpSource`
-        self.captured = _captured_variables(_py_func(function))  # including builtins of Python
+        self.captured = _referenced_variables(_py_func(function))  # including builtins of Python
         self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
         self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
         self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
@@ -7330,7 +7332,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, array_buffers: tuple) -> Any:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
     source = kernel.adj.source
     annotations = {arg.label: arg.type for arg in kernel.adj.args}
-    variables = _captured_variables(kernel.func)
+    variables = _referenced_variables(kernel.func)
     # A copy has the same hash, unless captured values have changed since Warp read them.
     plain_copy = _copy_kernel(kernel, source, annotations, variables)
     plain_copy.module.get_module_hash()  # updates `plain_copy.hash`
@@ -7417,7 +7419,7 @@ class _GradientCheck:
     def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
-        self.constants = _captured_variables(_py_func(function))  # and the values of constant local variables
+        self.constants = _referenced_variables(_py_func(function))  # and the values of constant local variables
         self.active = active  # the parameters with gradients, and the variables that are computed from them
         self.stale: set[str] = set()  # the stale variables
         self.arrays = {x.label for x in function.adj.args if _is_warp_array(x.type)}  # no variables, but memory
