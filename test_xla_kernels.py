@@ -5327,7 +5327,7 @@ WARP_MISTAKES = [
     # arrays
     (TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
      lambda: trace_warp("multiply", spec(3, dtype=np.int32), spec(3))),
-    (TypeError, "truncates x to 32 bits, .*jnp.asarray(x, jnp.float64)", lambda: trace_warp("takes_doubles", spec(3))),
+    (TypeError, "needs x64 for float64. .*jnp.asarray(x, jnp.float64)", lambda: trace_warp("takes_doubles", spec(3))),
     (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)",
      lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
     (TypeError, 'jnp.float64), after .*"jax_enable_x64", True)', lambda: trace_warp("returns_doubles", spec(3))),
@@ -5382,6 +5382,8 @@ WARP_MISTAKES = [
      lambda: trace_product(scratch=spec(), differentiable=True)),
     # values and types
     (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_with(s=1)),
+    (TypeError, "'s' is passed by value, .*Got a traced float32[]. Pass a concrete value: jax.jit(f, .*=...).",
+     lambda: jax.eval_shape(lambda s: call_with(s=s), spec())),
     (Exception, "param m .*warp_kernel 'all_types'", lambda: call_with(m=[1.0, 2.0])),  # Warp's own text
     (TypeError, "'n' is passed by value, as uint64. Got HashGrid <.*>. Pass its id: n.id",
      lambda: call_with(n=wp.HashGrid(2, 2, 2, device="cpu"))),

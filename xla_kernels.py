@@ -820,7 +820,7 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature  # (5.1) the name of the kernel (`label`), and the dtypes, ranks, ... of its buffers
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_updated_kernel_key(kernel)`
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_rehash_kernel(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, which words of the launch attribute are replaced by pointers (10.4)
@@ -6254,18 +6254,19 @@ class _CudaBatchLaunch:
 #       `_WarpLaunch.record`                      Warp compiles the kernel, and records a launch of it
 #       `_WarpEmitter`                            writes a handler that repeats this launch with the buffers of a call
 #
+# The recorded launch has placeholders: unusual numbers in place of the pointers to buffers, which the handler replaces.
 # If JAX differentiates the call, `_WarpKernel._backward` takes the last three steps for Warp's adjoint of the kernel.
 #
 # A new version of Warp is supported if all tests named test_warp pass: so far 1.14, 1.16, 1.18 and 1.19.  These depend
-# on Warp's internals, and only a change of the first shows as an error:
+# on Warp's internals.  Most changes of the first two raise errors.  Changes of the others may show only in the tests:
 #
-#     attributes of kernels, modules and types              `_parse_parameter`, `_updated_kernel_key`
-#     options that the hash of a kernel does not cover      `_updated_kernel_key`
-#     when Warp evaluates `wp.static`                       `_warn_of_deferred_static`
+#     attributes of kernels, modules and types              `_parse_parameter`, `_rehash_kernel`
 #     how a launch is recorded, packed and run              `_WarpLaunch.record`, `_packed_parameters`
+#     options that the hash of a kernel does not cover      `_rehash_kernel`
+#     when Warp evaluates `wp.static`                       `_warn_of_deferred_static`
 #     the grid of a launch                                  `_WarpLaunch.cuda_launch_config`
 #     which launches need more than one kernel launch       `_WarpLaunch._check_recorded`
-#     tiles on CPUs have one memory for all threads         `_WarpEmitter`
+#     tiles on CPUs have one memory for all threads         `_WarpCpuEmitter`
 #     kernels with a loop over the grid do not use its z    10.5, test_warp_batch_is_one_launch
 
 _WARP_INSTALL = "pip install warp-lang numba"
@@ -6276,7 +6277,7 @@ _WARP_MAX_EXTENT = 2**31 - 1  # Warp stores extents, strides in bytes and thread
 _WARP_MAX_THREADS_X = 2**24  # along x of a grid, for kernels without a loop over the grid
 
 
-# -- 10.1 The wrapper ----------------------------------------------------------------------------------
+# -- 10.1 The public functions -------------------------------------------------------------------------
 
 
 @_with_option_advice
@@ -6316,14 +6317,14 @@ def warp_kernel(
     **New outputs and scratch buffers start from zeros.**  That is right for sums (`wp.atomic_add(out, ...)`), and wrong
     for products, minima and maxima.  For these, pass the start value as an in-out argument (`in_out_argnames`).
 
-    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array whose size is not one,
-    without the dimensions of vectors and matrices:
+    **Launch dimensions.** If `launch_dims` is omitted, it is the shape of the first array, without the dimensions of
+    vectors and matrices.  Arrays of one number, vector or matrix are skipped:
 
         x: wp.array2d(dtype=wp.vec3)    # a JAX array of shape (4, 5, 3)
         i, j = wp.tid()                 # launch_dims=(4, 5)
 
-    It must be given if `wp.tid()` returns another number of indices, or if another array begins with other dimensions.
-    Other arrays that have one element or fewer dimensions, or begin with ones, do not count.
+    It must be given if `wp.tid()` returns another number of indices, or if another array begins with other dimensions,
+    such as (5, 4).  Arrays that begin with (4, 5) or (1, 1), or have fewer dimensions, are accepted.
 
     A kernel with more threads than elements writes beyond arrays and corrupts memory, unless it checks its indices.  To
     find such a kernel, set `wp.config.mode = "debug"` before its first call.
@@ -6363,10 +6364,11 @@ def warp_kernel(
       A function of the inputs, `f(*inputs)`, by position or by name.  Its results have the structure of `outs`.
 
     Raises:
-      TypeError: If the kernel is generic, an array has a wrong shape or dtype, the kernel writes to an input, or
-        a value is traced.
-      ValueError: If `launch_dims` is missing or out of range, a value is out of range, an option does not support
-        `differentiable`, or the kernel has no adjoint.
+      TypeError: If the kernel is generic, a parameter has an unsupported type, the number of arguments is wrong, an
+        array has a wrong shape or dtype, the kernel writes to an input, or a value is traced.
+      ValueError: If `launch_dims` is missing, out of range or, for tiles on GPUs, not a multiple of `block_dim`.  If a
+        value is out of range, an extent or stride needs more than 32 bits, an option does not support `differentiable`,
+        or the kernel has no adjoint.
       NotImplementedError: If Warp needs more than one plain kernel launch: deterministic mode and clusters on GPUs,
         `enable_cpu_blocks` with tiles on CPUs.  Use `wp.jax_kernel`.  Also if an array has a symbolic dimension, and if
         a program for CUDA is lowered without a GPU.
@@ -6386,6 +6388,69 @@ def warp_kernel(
     return _wrapper_or_decorator(_WarpKernel, options.pop("kernel"), _WarpOptions(**options))
 
 
+def jaxtype_to_warptype(dtype: Any) -> Any:
+    """Return the Warp scalar type of a dtype, to annotate the parameter of a kernel.
+
+    Args:
+      dtype: A dtype, or anything that `numpy.dtype` accepts.
+
+    Returns:
+      A type such as `wp.float32`.
+
+    Raises:
+      ValueError: If Warp has no such type.
+
+    Example:
+      >>> jaxtype_to_warptype("float32").__name__
+      'float32'
+    """
+    wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
+    try:
+        return wp.dtype_from_jax(np.dtype(dtype))
+    except TypeError:
+        known = ", ".join(_WARP_DTYPES)
+        raise ValueError(
+            f"Warp has no scalar type for dtype {dtype!r}. Cast the array to one of: {known}. Pass complex numbers as "
+            "two arrays, x.real and x.imag."
+        ) from None
+
+
+def jaxinfo_to_warpinfo(info: Any) -> Any:
+    """Return the Warp array type of a spec or an array, to annotate the parameter of a kernel.
+
+    Args:
+      info: Anything with `.shape` and `.dtype`.
+
+    Returns:
+      A `wp.array` type of scalars, with the same number of dimensions.
+
+    Raises:
+      ValueError: If `info` does not have 1 to 4 dimensions, or if Warp lacks the dtype.
+
+    Example:
+      >>> jaxinfo_to_warpinfo(np.ones((3, 4), np.float32)).ndim
+      2
+    """
+    ndim = len(info.shape)
+    if not 1 <= ndim <= _WARP_MAX_DIMS:
+        raise ValueError(
+            f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions. Got {_format_spec(info)}, with {ndim}. "
+            "Reshape it, such as x.reshape(-1)."
+        )
+    wp = _import("warp", "jaxinfo_to_warpinfo", _WARP_INSTALL)
+    return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
+
+
+# -- 10.2 The wrapper ----------------------------------------------------------------------------------
+
+
+class _WarpArray(NamedTuple):
+    """An array that a launch passes to a kernel, or a gradient that it passes to the adjoint."""
+
+    parameter: str  # the name of the kernel's parameter
+    field: str  # the field of the `wp.array` with the pointer: "data" or, for a gradient, "grad"
+
+
 @dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
     """The options of `warp_kernel`."""
@@ -6403,7 +6468,7 @@ class _WarpOptions(_Options):
                 "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
                 "a function of the inputs, such as launch_dims=lambda x: x.shape[0] // 64."
             )
-        scratch = jax.tree.leaves(self.scratch)  # a list, because the truth value of a spec is its length
+        scratch = jax.tree.leaves(self.scratch)  # a list, because `bool(spec)` is `len(spec) > 0`
         if self.differentiable and (self.in_out_argnames or self.input_output_aliases or scratch):
             raise ValueError(
                 "A kernel with differentiable=True must not overwrite an input or use scratch, because its adjoint "
@@ -6464,8 +6529,8 @@ class _WarpKernel(_Wrapper):
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_by_position([x for name, x in arguments.items() if name not in fixed])
 
-    # Pickle only by reference.  By value, a pickle would contain the kernel's Warp module, a second one for the process
-    # that loads it.
+    # Pickle only by reference: this replaces the method of `_Wrapper`, which pickles by value.  Such a pickle would
+    # contain the kernel's Warp module, a second one for the process that loads it.
     _reduce_without_module = _PickledByReference._reduce_without_module
 
     # -- options that refer to arguments ---------------------------------------------------------------
@@ -6536,28 +6601,28 @@ class _WarpKernel(_Wrapper):
         """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
-          call: the call, without a target.
           arrays: the array in each buffer of the call.  If an array has several buffers, Warp gets the last one.
           user_ins: the specs of the user's inputs, for options that are functions.
-          source: the facts about the kernel's source (section 8).
         """
         buffer_of = {array: buffer for buffer, array in enumerate(arrays)}
         array_dims = {
-            name: self.warp_params[name].array_dims(call.buffers[buffer].shape)
-            for (name, _), buffer in buffer_of.items()
+            array.parameter: self.warp_params[array.parameter].array_dims(call.buffers[buffer].shape)
+            for array, buffer in buffer_of.items()
         }
         launch_dims = self._launch_dims(user_ins, array_dims, source)
         launch = _WarpLaunch(
             title=self.title,
+            label=self.__name__,
             kernel=self.kernel,
             fixed=self.fixed,
             array_dims=array_dims,
-            key=(_updated_kernel_key(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
+            key=(_rehash_kernel(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
             array_buffers=tuple(buffer_of.items()),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
             uses_tiles=source.uses_tiles,
+            in_order=self.options.in_order,
         )
         target = _PendingWarpTarget(
             self.__name__,
@@ -6566,7 +6631,6 @@ class _WarpKernel(_Wrapper):
             launch=launch,
             signature=call.signature(self.__name__),
             requested_name=self.options.name,
-            in_order=self.options.in_order,
         )
         # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
         platform = _default_platform().replace("gpu", "cuda")
@@ -6582,10 +6646,7 @@ class _WarpKernel(_Wrapper):
     def _launch_dims(
         self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], source: _WarpSource
     ) -> tuple[int, ...]:
-        """Return the dimensions of a launch in threads, or in blocks if it is tiled.
-
-        `array_dims` has the dimensions of each array, without those of its elements.
-        """
+        """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
         launch_dims = self._option_value("launch_dims", user_ins)
         if launch_dims is None:
             launch_dims = self._default_launch_dims(user_ins, array_dims, source.n_indices)
@@ -6666,15 +6727,15 @@ class _WarpKernel(_Wrapper):
             role           operand    operand    operand    overwritten    overwritten    gradient
             starts with                                     buffer 1       buffer 2       zeros
 
-        Warp's adjoint overwrites the cotangents, such as `d_out`, and may overwrite the arrays to which the kernel
-        stores.  It adds to the gradients of the inputs.
+        Warp's adjoint overwrites the cotangents, such as `d_out`, and adds to the gradients of the inputs.  It repeats
+        the stores of helpers, so it may overwrite arrays, such as `out`.
         """
         spec_of = dict(zip(self.parameters, [*args, *outs], strict=True))
         floats = [name for name, spec in spec_of.items() if jax.dtypes.issubdtype(spec.dtype, np.floating)]
         gradients = [name for name in self.parameters[: len(args)] if name in floats]
         source = _warp_source(self.kernel)
-        # The adjoint repeats the stores of helpers, but not of the kernel.  The analysis does not distinguish them, so
-        # each array with a store counts as overwritten.
+        # The adjoint does not repeat the stores of the kernel itself.  They count, too, because the analysis does not
+        # distinguish them from those of helpers.
         maybe_stored = self.parameters if source.has_unanalyzed_code else source.stores
         operands = [_WarpArray(name, "data") for name in self.parameters]
         operands += [_WarpArray(name, "grad") for name in floats if name not in gradients]
@@ -6693,7 +6754,7 @@ class _WarpKernel(_Wrapper):
         return dataclasses.replace(call, target=target), operands, gradients
 
 
-# -- 10.2 Warp itself: its lock and its types ----------------------------------------------------------
+# -- 10.3 Warp's lock; a kernel: its parameters, its code and its stores -------------------------------
 
 
 @contextlib.contextmanager
@@ -6713,62 +6774,6 @@ def _warp_session() -> Iterator[Any]:
             yield wp
         finally:
             wp.config.log_level = level
-
-
-def jaxtype_to_warptype(dtype: Any) -> Any:
-    """Return the Warp scalar type of a dtype, to annotate the parameter of a kernel.
-
-    Args:
-      dtype: A dtype, or anything that `numpy.dtype` accepts.
-
-    Returns:
-      A type such as `wp.float32`.
-
-    Raises:
-      ValueError: If Warp has no such type.
-
-    Example:
-      >>> jaxtype_to_warptype("float32").__name__
-      'float32'
-    """
-    wp = _import("warp", "jaxtype_to_warptype", _WARP_INSTALL)
-    try:
-        return wp.dtype_from_jax(np.dtype(dtype))
-    except TypeError:
-        known = ", ".join(_WARP_DTYPES)
-        raise ValueError(
-            f"Warp has no scalar type for dtype {dtype!r}. Cast the array to one of: {known}. Pass complex numbers as "
-            "two arrays, x.real and x.imag."
-        ) from None
-
-
-def jaxinfo_to_warpinfo(info: Any) -> Any:
-    """Return the Warp array type of a spec or an array, to annotate the parameter of a kernel.
-
-    Args:
-      info: Anything with `.shape` and `.dtype`.
-
-    Returns:
-      A `wp.array` type of scalars, with the same number of dimensions.
-
-    Raises:
-      ValueError: If `info` does not have 1 to 4 dimensions, or if Warp lacks the dtype.
-
-    Example:
-      >>> jaxinfo_to_warpinfo(np.ones((3, 4), np.float32)).ndim
-      2
-    """
-    ndim = len(info.shape)
-    if not 1 <= ndim <= _WARP_MAX_DIMS:
-        raise ValueError(
-            f"Warp arrays have 1 to {_WARP_MAX_DIMS} dimensions. Got {_format_spec(info)}, with {ndim}. "
-            "Reshape it, such as x.reshape(-1)."
-        )
-    wp = _import("warp", "jaxinfo_to_warpinfo", _WARP_INSTALL)
-    return wp.array(dtype=jaxtype_to_warptype(info.dtype), ndim=ndim)
-
-
-# -- 10.3 A kernel: its parameters, its code and its stores --------------------------------------------
 
 
 @dataclasses.dataclass
@@ -6796,14 +6801,14 @@ class _WarpParam:
         dims = [":"] * self.ndim + [*map(str, self.element_shape)]
         return f"{scalar}[{','.join(dims)}]" if dims else scalar
 
-    # -- values --
-
     def check_value(self, value: Any) -> Any:
         """Return an argument that is passed by value, in a form that Warp takes.  Raise an error if it does not fit."""
         if isinstance(value, jax.core.Tracer):
-            element = "..." if self.dtype is None or self.element_shape else f"wp.{self.dtype}"
-            fix = "Pass a concrete value: jax.jit(f, static_argnums=...). Or annotate the parameter as wp.array("
-            raise self._error(TypeError, value, f"{fix}dtype={element}), and read its element [0]")
+            fix = "Pass a concrete value: jax.jit(f, static_argnums=...)"
+            if self.dtype is not None:
+                array_type = f"wp.array(dtype={'...' if self.element_shape else f'wp.{self.dtype}'})"
+                fix += f". Or annotate the parameter as {array_type}, and read its element [0]"
+            raise self._error(TypeError, value, fix)
         if self.dtype == np.uint64 and hasattr(value, "id"):  # such as `wp.HashGrid` and `wp.Mesh`
             raise self._error(TypeError, value, f"Pass its id: {self.name}.id")
         if self.dtype is None and not isinstance(getattr(value, "_ctype", None), self.type.ctype):
@@ -6816,8 +6821,6 @@ class _WarpParam:
                 if isinstance(number, (int, np.integer)) and not limits.min <= number <= limits.max:
                     raise self._error(ValueError, value, f"Pass a number from {limits.min} to {limits.max}")
         return np.asarray(value) if isinstance(value, jax.Array) else value
-
-    # -- arrays --
 
     def check_array(self, spec: _Spec, role: str) -> None:
         """Raise an error if the parameter cannot take an array of this spec.
@@ -6859,13 +6862,13 @@ class _WarpParam:
         return kind(f"{self.title} {rule}. Got {shown}. {fix}.")
 
     def _dtype_fix(self, spec: _Spec, role: str) -> str:
+        needs_x64 = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # because it is disabled
         if role in ("output", "scratch"):
             fix = f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
-            is_truncated = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # because x64 is disabled
-            return f'{fix}, after jax.config.update("jax_enable_x64", True)' if is_truncated else fix
+            return f'{fix}, after jax.config.update("jax_enable_x64", True)' if needs_x64 else fix
         cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
-        if self.dtype is not None and self.dtype.itemsize == 8:
-            return f"JAX truncates {self.name} to 32 bits, unless you write: with jax.enable_x64(True): {cast}"
+        if needs_x64:
+            return f"JAX needs x64 for {self.dtype}. Write: with jax.enable_x64(True): {cast}"
         if self.element_shape or spec.dtype.name not in _WARP_DTYPES:
             return f"Cast it: {cast}"
         return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
@@ -6905,10 +6908,12 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     # arrays, whose pointers the handler would not replace.
     is_struct_value = _is_warp_struct(element) and not _max_ndim(warp_type)
     if dtype is None and not is_struct_value:
+        fix = f"Use a wp.array. Instead of an indexedarray, pass {argument.label}[indices]."
+        if _is_warp_struct(element):
+            fix = "Instead of the struct, give the kernel a parameter for each field."
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
-            f"Got {getattr(warp_type, 'key', warp_type)!r}. Instead of a struct, give the kernel a parameter for each "
-            f"field. Instead of an indexedarray, pass {argument.label}[indices]."
+            f"Got {getattr(warp_type, 'key', warp_type)!r}. {fix}"
         )
     element_shape = tuple(getattr(element, "_shape_", ()))
     ndim = warp_type.ndim if is_array else 0
@@ -6933,26 +6938,26 @@ def _warp_options(kernel: Any) -> dict[str, Any]:
     return kernel.module.resolve_options(sys.modules["warp"].config) | kernel.options
 
 
-def _updated_kernel_key(kernel: Any) -> tuple[str, ...]:
-    """Let Warp hash a kernel again (0.06 ms), and return a key of all that decides the kernel's machine code.
+def _rehash_kernel(kernel: Any) -> tuple[str, ...]:
+    """Let Warp hash a kernel again (0.06 ms), set `grid_stride` of its module's kernels, and retry a failed build.
 
-    This also sets `grid_stride` of all kernels of the module, and lets Warp try a failed build again.  The key contains
-    the module's name, because Warp builds each module on its own.
+    Return a key for caches.  Kernels with equal keys have the same machine code, except for deferred statics (below)
+    and `block_dim`.  The key contains the module's name, because Warp builds each module on its own.
     """
     with _warp_session() as wp:
         # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
         kernel.adj.skip_build = False
         kernel.module.get_module_hash()
-        options = _warp_options(kernel) | {"block_dim": None}  # in Warp 1.14, that of the last launch
+        options = _warp_options(kernel) | {"block_dim": None}  # Warp 1.14 stores that of the last launch here
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {`_updated_kernel_key(kernel)`: `_WarpSource`}
+_WARP_SOURCES = _BoundedCache()  # {`_rehash_kernel(kernel)`: `_WarpSource`}
 
 
 def _warp_source(kernel: Any) -> _WarpSource:
     """Return the stores of a kernel as it is now, and other facts about its source (section 8)."""
-    key = _updated_kernel_key(kernel)
+    key = _rehash_kernel(kernel)
     return _WARP_SOURCES.get(key) or _WARP_SOURCES.keep(key, _WarpSource(kernel))
 
 
@@ -6975,7 +6980,7 @@ def _warp_source(kernel: Any) -> _WarpSource:
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
     """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
-    The caller has let Warp hash the kernels of the module again (`_updated_kernel_key`).
+    The caller has let Warp hash the kernels of the module again (`_rehash_kernel`).
     """
     has_deferred_static = kernel.adj.has_unresolved_static_expressions
     was_built = bool(kernel.adj.deferred_static_expressions)
@@ -7002,9 +7007,9 @@ def _captured_key(function: Any) -> tuple:
 # Warp packs the arguments of a launch into the parameters of the compiled function.  Their layout differs between
 # versions of Warp, so nothing is assumed about it:
 #
-#     trace or lower   Warp records a launch with the real shapes and values, and with unusual numbers (placeholders)
-#                      as the pointers to buffers.  The packed parameters, as words of 8 bytes, go into the launch
-#                      attribute.  On GPUs, a `_LaunchConfig` precedes them.
+#     trace or lower   Warp records a launch with the real shapes and values, and with placeholders as the pointers.
+#                      The packed parameters, as words of 8 bytes, go into the launch attribute.  On GPUs, a
+#                      `_LaunchConfig` precedes them.
 #     call             The handler copies these words.  For each slice, it replaces each placeholder by the pointer
 #                      to the buffer, and calls the compiled function (CPU) or cuLaunchKernel (GPU).
 #
@@ -7015,8 +7020,7 @@ def _captured_key(function: Any) -> tuple:
 def _placeholder_word(buffer: int, is_step: bool) -> int:
     """Return the placeholder of the pointer to a buffer, or of its step.
 
-    The number is so unusual that no other word of a launch equals it by accident.  As a pointer, it is aligned to 16
-    bytes, as Warp expects.
+    No other word of a launch equals it by accident.  As a pointer, it is aligned to 16 bytes, as Warp expects.
     """
     return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
@@ -7029,18 +7033,12 @@ class _Placeholder(NamedTuple):
     is_step: bool  # whether it stands for the step of the buffer; otherwise for the pointer
 
 
-class _WarpArray(NamedTuple):
-    """An array that a launch passes to a kernel, or the gradient of an array that it passes to the adjoint."""
-
-    parameter: str  # the name of the kernel's parameter
-    field: str  # "data" or, for the gradient, "grad": a field of the `wp.array` for this parameter
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WarpLaunch:
     """The launch of a kernel, or of its adjoint, with its shapes and values, on any device."""
 
-    title: str  # the wrapper, such as "warp_kernel 'f'"
+    title: str  # of the wrapper, for errors of tracing and lowering: "warp_kernel 'f'"
+    label: str  # its `__name__`, for errors of calls: "f"
     kernel: Any = dataclasses.field(compare=False)
     fixed: Mapping[str, Any] = dataclasses.field(compare=False)  # values, and None for null arrays
     array_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(compare=False)  # without those of elements
@@ -7050,17 +7048,16 @@ class _WarpLaunch:
     block_dim: int
     is_tiled: bool  # whether `launch_dims` counts blocks
     uses_tiles: bool  # whether the kernel calls builtins for tiles
+    in_order: bool  # whether the slices of a batch must run in order
     is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
     def for_batch(self) -> _WarpLaunch:
         """Return the launch of the batch kernel (10.5)."""
         return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, self.array_buffers), is_batch_launch=True)
 
-    # -- recording -------------------------------------------------------------------------------------
-
     def record(self, wp: Any, device: str) -> Any:
         """Return Warp's record of the launch on a device, with placeholders.  This compiles and loads the kernel."""
-        warp_types = {arg.label: arg.type for arg in self.kernel.adj.args}
+        warp_types = _parameter_types(self.kernel)
         arguments, gradients = self._arguments_and_gradients(wp, warp_types, device)
         block_dim = 1 if device == "cpu" else self.block_dim
         dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
@@ -7078,18 +7075,19 @@ class _WarpLaunch:
         self._check_recorded(wp, recorded, device)
         return recorded
 
-    def _arguments_and_gradients(self, wp: Any, warp_types: Mapping[str, Any], device: str) -> tuple[dict, dict]:
+    def _arguments_and_gradients(self, wp: Any, warp_types: dict, device: str) -> tuple[dict, dict]:
         """Return {parameter: argument} and {parameter: gradient}, with placeholders as the pointers of arrays."""
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
-        # The gradients come first, because Warp's array of the data refers to its gradient.
-        for (name, field), buffer in sorted(self.array_buffers, key=lambda item: item[0].field != "grad"):
+        for (name, field), buffer in self.array_buffers:
             pointer = _placeholder_word(buffer, is_step=False)
             dims, dtype = self.array_dims[name], warp_types[name].dtype
             passed = gradients if field == "grad" else arguments
-            passed[name] = wp.array(ptr=pointer, shape=dims, dtype=dtype, device=device, grad=gradients.get(name))
+            passed[name] = wp.array(ptr=pointer, shape=dims, dtype=dtype, device=device)
             if self.is_batch_launch:
                 arguments[_STEP.format(buffer)] = _placeholder_word(buffer, is_step=True)
+        for name, gradient in gradients.items():
+            arguments[name].grad = gradient  # in Warp, an array refers to its gradient
         return arguments, gradients
 
     def _check_has_adjoint(self) -> None:
@@ -7119,8 +7117,6 @@ class _WarpLaunch:
             "off, or call the kernel with wp.jax_kernel."
         )
 
-    # -- reading the recorded launch -------------------------------------------------------------------
-
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
         meaning_of = {}  # {placeholder: (buffer, is_step)}
@@ -7145,12 +7141,10 @@ class _WarpLaunch:
                 "that launch_dims counts blocks."
             )
         grid_x = n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
-        # `_updated_kernel_key` sets `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        # `_rehash_kernel` sets `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
             grid_x = min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)  # the other blocks are along y
-        grid = grid_x, -(-n_blocks // grid_x), 1
-        block = threads_per_block, 1, 1
-        return _LaunchConfig(*grid, *block, shared_mem)
+        return _LaunchConfig(grid_x, -(-n_blocks // grid_x), 1, threads_per_block, 1, 1, shared_mem)
 
 
 def _packed_parameters(recorded: Any) -> list[bytes]:
@@ -7173,63 +7167,35 @@ def _packed_parameters(recorded: Any) -> list[bytes]:
 
 
 class _WarpEmitter(_Emitter):
-    """An emitter of code that copies the words of a launch, and for each slice replaces placeholders and launches."""
+    """An emitter that repeats a recorded launch for each slice or, as a batch launch, for many slices."""
 
-    def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any], label: str, in_order: bool) -> None:
+    write_launch_setup: Callable  # of the subclasses, as in `_CudaLauncher`
+
+    def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
         """Read the recorded launches, one for each device of a platform.  All pass the same words."""
-        first = recorded[0]
-        direction = "backward" if first.adjoint else "forward"
         self.recorded = recorded  # keeps Warp's modules loaded
+        self.direction = "backward" if recorded[0].adjoint else "forward"
         # The address of the compiled function on each device.  If there was none, `wp.launch` has raised an error.
-        addresses: list[Any] = [ctypes.cast(getattr(x.hooks, direction), _PTR).value for x in recorded]
-        parameters = _packed_parameters(first)
-        self.words = tuple(memoryview(b"".join(parameters)).cast("q").tolist())
+        self.addresses: list[Any] = [ctypes.cast(getattr(x.hooks, self.direction), _PTR).value for x in recorded]
+        parameters = _packed_parameters(recorded[0])
+        self.launch_attribute = tuple(memoryview(b"".join(parameters)).cast("q").tolist())  # the words of the launch
         self.param_sizes = tuple(len(parameter) // 8 for parameter in parameters)  # in words
-        self.placeholders = launch.placeholders_in(self.words)
+        self.placeholders = launch.placeholders_in(self.launch_attribute)
         self.is_batch_launch = launch.is_batch_launch
-        if not first.device.is_cpu:
-            config = launch.cuda_launch_config(first, getattr(first.hooks, f"{direction}_smem_bytes"))
-            self._init_for_cuda(addresses, label, config)
-            return
-        self.launch_attribute = self.words
-        self.kernel_address = addresses[0]  # `_compile_handler` copies it to the handler's data
-        self.in_order = in_order or launch.uses_tiles  # on GPUs, the stream orders the slices
-        if launch.uses_tiles:
-            # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
-            self.lock_address = _native_lock_address("tile_lock")
-        # Handlers with this key share machine code.  On GPUs they share none, because the code contains addresses.
-        self.code_key = "warp", self.param_sizes, self.placeholders
-
-    def _init_for_cuda(self, addresses: Sequence[int], label: str, config: _LaunchConfig) -> None:
-        self.launch_attribute = (*config, *self.words)
-        self.libcuda = _LibCuda()
-        functions = dict(zip(_cuda_ordinals(), addresses, strict=True))
-        self.launcher = _CudaLauncher(label, self.libcuda, functions, self.recorded)
-        self.traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
-        if self.is_batch_launch:
-            for function in addresses:
-                if exceeded := self.libcuda.exceeded_limits_text(function, config):  # it may need more registers
-                    raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        is_cuda = self.libcuda is not None
         *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
         words = ir.alloca(_I64, n_words)
-        source = ir.launch_attribute(frame) + (8 * _CUDA_LAUNCH_WORDS if is_cuda else 0)
-        ir.copy_bytes(words, source, 8 * n_words)
+        n_config_words = len(self.launch_attribute) - n_words  # on GPUs, the `_LaunchConfig` comes first
+        ir.copy_bytes(words, ir.launch_attribute(frame) + 8 * n_config_words, 8 * n_words)
         params = [words + 8 * offset for offset in offsets]  # the address of each parameter
+        write_launch = self.write_launch_setup(ir, frame)
 
         def replace_placeholders(arrays: Sequence[_KernelArray]) -> None:
             for position, buffer, is_step in self.placeholders:
                 value = buffers[buffer].step if is_step else arrays[buffer].pointer
                 ir.store(value, words + 8 * position)
 
-        if not is_cuda:
-            with ir.each_slice(buffers, count) as arrays:
-                replace_placeholders(arrays)
-                ir.call(ir.handler_data.kernel_address, *params)
-            return
-        write_launch = self.launcher.write_launch_setup(ir, frame)
         if self.is_batch_launch:
             with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
                 replace_placeholders(arrays)
@@ -7238,6 +7204,40 @@ class _WarpEmitter(_Emitter):
         with ir.each_slice(buffers, count) as arrays:
             replace_placeholders(arrays)
             write_launch(params)
+
+
+class _WarpCpuEmitter(_WarpEmitter):
+    """An emitter that calls the compiled function."""
+
+    def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
+        super().__init__(launch, recorded)
+        self.kernel_address = self.addresses[0]  # `_compile_handler` copies it to the handler's data
+        self.in_order = launch.in_order or launch.uses_tiles
+        if launch.uses_tiles:
+            # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
+            self.lock_address = _native_lock_address("tile_lock")
+        self.code_key = "warp", self.param_sizes, self.placeholders
+
+    def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
+        return lambda params: ir.call(ir.handler_data.kernel_address, *params)
+
+
+class _WarpCudaEmitter(_WarpEmitter):
+    """An emitter that calls cuLaunchKernel.  The stream orders the slices."""
+
+    traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
+
+    def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
+        super().__init__(launch, recorded)
+        config = launch.cuda_launch_config(recorded[0], getattr(recorded[0].hooks, f"{self.direction}_smem_bytes"))
+        self.launch_attribute = (*config, *self.launch_attribute)
+        self.libcuda = libcuda = _LibCuda()
+        functions = dict(zip(_cuda_ordinals(), self.addresses, strict=True))
+        self.write_launch_setup = _CudaLauncher(launch.label, libcuda, functions, recorded).write_launch_setup
+        if self.is_batch_launch:
+            for function in self.addresses:
+                if exceeded := libcuda.exceeded_limits_text(function, config):  # it may need more registers
+                    raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -7250,7 +7250,6 @@ class _PendingWarpTarget(_CallTarget):
     launch: _WarpLaunch
     signature: _Signature
     requested_name: str | None  # the user's `name=`
-    in_order: bool
     platform_phrase: str = "runs on CPUs, and on NVIDIA GPUs where JAX has one"
     derivative_advice: str = "differentiable=True gives only first derivatives in reverse mode if all outputs are new. "
 
@@ -7266,7 +7265,7 @@ class _PendingWarpTarget(_CallTarget):
             return super().prepare_lowering(platform)  # raises an error, because Warp has no device of the platform
         if platform == "cuda" and has_batch:
             try:
-                if self.in_order:
+                if self.launch.in_order:
                     raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
                 return self._register(self.launch.for_batch(), platform, devices)
             except Exception as error:
@@ -7279,9 +7278,9 @@ class _PendingWarpTarget(_CallTarget):
         context = _LibCuda().keeping_context() if platform == "cuda" else contextlib.nullcontext()
         with _warp_session() as wp, context:
             recorded = [launch.record(wp, device) for device in devices]
-            emitter = _WarpEmitter(launch, recorded, self.signature.label, self.in_order)
+            emitter = (_WarpCudaEmitter if platform == "cuda" else _WarpCpuEmitter)(launch, recorded)
             # A new key, because the kernel may have changed since it was traced.
-            options = "warp", self.in_order, _updated_kernel_key(launch.kernel), launch.block_dim
+            options = "warp", launch.in_order, _rehash_kernel(launch.kernel), launch.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
 
@@ -7303,8 +7302,8 @@ class _PendingWarpTarget(_CallTarget):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# `_xla_move_0` adds z times the step of buffer 0 to the pointer of its array.
-#
+# `_xla_move_0` adds z times the step of buffer 0 to the pointer of its array.  In the source of the copy, only the new
+# lines are added.  Warp takes the parameters from the annotations of a function, and not from its `def` line.
 # The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
 # free.  Warp's adjoints find the gradient of a moved array in its field `grad`, whose pointer is moved, too.
 #
@@ -7316,13 +7315,13 @@ _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
 # C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
-_BATCH_KERNELS = _BoundedCache()  # {(`_updated_kernel_key(kernel)`, array_buffers): batch kernel}
+_BATCH_KERNELS = _BoundedCache()  # {(`_rehash_kernel(kernel)`, array_buffers): batch kernel}
 
 
 def _batch_kernel(kernel: Any, array_buffers: tuple) -> Any:
     """Return the kernel whose blocks with index z run slice z.  `array_buffers` is as in `_WarpLaunch`."""
     with _warp_session() as wp:
-        key = _updated_kernel_key(kernel), array_buffers
+        key = _rehash_kernel(kernel), array_buffers
         return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, array_buffers))
 
 
@@ -7331,7 +7330,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, array_buffers: tuple) -> Any:
     if _warp_source(kernel).has_unanalyzed_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
     source = kernel.adj.source
-    annotations = {arg.label: arg.type for arg in kernel.adj.args}
+    annotations = _parameter_types(kernel)
     variables = _referenced_variables(kernel.func)
     # A copy has the same hash, unless captured values have changed since Warp read them.
     plain_copy = _copy_kernel(kernel, source, annotations, variables)
@@ -7374,15 +7373,16 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 
 
 # -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
-# In a dynamic loop, Warp's adjoint may use wrong values, and Warp does not warn of it.  For example:
+# In a dynamic loop, Warp's adjoint may use wrong values, and Warp does not warn of it.  For example, the gradient of a
+# factor x[j] is the old `s` times the gradient of the new `s`.  The adjoint uses another `s`, here for x = (2, 3, 5):
 #
-#     s = float(1.0)
-#     for j in range(x.shape[0]):
-#         s = s * x[j]              # the gradient of x[j] is (the old s) * adj_s
+#     s = float(1.0)                     iteration             j = 2      j = 1      j = 0
+#     for j in range(x.shape[0]):        the old s             2 * 3      2          1
+#         s = s * x[j]                   s in the adjoint      1 * 5      5 * 3      15 * 2
 #
-# The adjoint runs the kernel forwards, but without dynamic loops.  Then it goes through the iterations backwards, and
-# repeats each one before it computes its gradients.  So the last iteration begins with s = 1.0.  A sum such as
-# `s += x[j]` is correct, because its adjoint uses no values.
+# The adjoint runs the kernel forwards, but without dynamic loops, so `s` is 1.  Then it goes through the iterations
+# backwards, and repeats each one before it computes its gradients.  A sum such as `s += x[j]` is correct, because its
+# adjoint uses no values.
 #
 # Values that are wrong in the adjoint are called stale here:
 #
@@ -7392,7 +7392,8 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 #
 # `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
 # dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that a called function or the next iteration
-# stores again.  The verdicts were compared with JAX and finite differences on CPUs (Warp 1.14 to 1.19).
+# stores again.  It may warn of a long loop that Warp unrolls because of a `wp.static`.  The verdicts were compared with
+# JAX and finite differences on CPUs (Warp 1.14 to 1.19).
 
 _WARNED_KERNELS: Any = weakref.WeakSet()
 
@@ -7404,8 +7405,8 @@ _WITHOUT_ADJOINT = frozenset(
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
 _STALE_ADVICE = (
-    "If a loop assigns it, give the loop a constant length of at most {}, or move a loop that only adds into a wp.func "
-    "that returns the sum. If it is read from an output, store to this output only once."
+    "If a loop assigns it, give the loop a constant length of at most {} or, if the loop only adds, move it into a "
+    "wp.func that returns the sum. If it is read from an output, store to this output only once."
 )
 _ATOMIC_SUMS = ("atomic_add", "atomic_sub")
 
@@ -7430,8 +7431,6 @@ class _GradientCheck:
         self.unused_results = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]  # calls that are statements
         self.problems: dict[str, str] = {}
         self.check_statements(tree.body)
-
-    # -- statements: they change which variables are active, stale or constant --
 
     def check_statements(self, statements: Iterable[ast.stmt]) -> None:
         """Check the operations of statements, one after the other, and update the sets of variables."""
@@ -7461,12 +7460,14 @@ class _GradientCheck:
             self.active |= variables
         if self.stale_part(value):
             self.stale |= variables
-        elif isinstance(target, (ast.Name, ast.Tuple)):  # not only a component of a vector
+        elif isinstance(target, (ast.Name, ast.Tuple)):  # if `v[0]` is assigned, the rest of `v` may be stale
             self.stale -= variables
         if isinstance(target, ast.Name):
             self.constants[target.id] = self.constant(value)
 
     def check_loop(self, loop: ast.For | ast.While) -> None:
+        # `check_statements` has already checked the test of a `while`.  The adjoint repeats the iterations of a `while`
+        # from the first one on, so the variables that this loop assigns do not make its own test wrong.
         is_unrolled = self.is_unrolled(loop)
         assigned = set() if is_unrolled else _assigned_names(loop) - self.arrays
         self.stale |= assigned  # until an iteration assigns them
@@ -7488,17 +7489,18 @@ class _GradientCheck:
         except ValueError:
             return _captured_value(node, self.constants)
 
-    # -- operations: their adjoints may be wrong --
-
     def check_operations(self, statement: ast.stmt) -> None:
         """Report the operations of a statement whose adjoints are wrong.  Nested statements are not included."""
         expressions = [x for x in ast.iter_child_nodes(statement) if isinstance(x, ast.expr)]
         for node in [statement, *itertools.chain(*map(ast.walk, expressions))]:
-            if isinstance(node, ast.Call) and self.is_active(node) and self.lacks_adjoint(node):
-                self.report(node, "takes 0 for the derivative of", "Compute the value from other functions.")
+            if isinstance(node, ast.Call) and self.is_active(node):
+                name = self.builtin_name(node)
+                # An atomic sum has an adjoint for the value that it adds, but not for the old value that it returns.
+                if name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and node not in self.unused_results):
+                    self.report(node, "takes 0 for the derivative of", "Compute the value from other functions.")
             for value in self.values_used_by_adjoint(node):
-                if name := self.stale_part(value):
-                    self.report(node, f"uses a wrong value of {name!r} in", _STALE_ADVICE.format(self.max_unroll))
+                if stale := self.stale_part(value):
+                    self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE.format(self.max_unroll))
 
     def report(self, node: Any, problem: str, advice: str) -> None:
         line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
@@ -7508,9 +7510,9 @@ class _GradientCheck:
     def values_used_by_adjoint(self, node: ast.AST) -> list[ast.expr]:
         """Return the parts of a statement or expression whose values its adjoint uses.  Other parts may be stale."""
         match node:
-            case ast.If(test=value) | ast.While(test=value) | ast.IfExp(test=value):
+            case ast.If(test=value) | ast.While(test=value) | ast.IfExp(test=value) | ast.Subscript(slice=value):
                 return [value]
-            case ast.For(iter=value) | ast.Subscript(slice=value):
+            case ast.For(iter=value) if not self.is_unrolled(node):
                 return [value]
             case ast.expr() if not self.is_active(node):
                 return []  # it has no gradient
@@ -7529,10 +7531,6 @@ class _GradientCheck:
             case ast.BinOp(op=ast.Pow()) | ast.Call():
                 return [node]  # all operands
         return []
-
-    def lacks_adjoint(self, call: ast.Call) -> bool:
-        name = self.builtin_name(call)  # an atomic sum has an adjoint, but not for the old value that it returns
-        return name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and call not in self.unused_results)
 
     def builtin_name(self, call: ast.Call) -> str:
         return _builtin_name(_callee(call.func, self.constants))
@@ -7575,11 +7573,12 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
         return
     _WARNED_KERNELS.add(kernel)
     is_int = sys.modules["warp"].types.type_is_int
-    problems: dict[str, str] = {}
+    problems = {}
     for function in _warp_source(kernel).analyses:
+        names = active
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
-            active = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
-        problems |= _GradientCheck(function, active, _warp_options(kernel)["max_unroll"]).problems
+            names = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
+        problems.update(_GradientCheck(function, names, _warp_options(kernel)["max_unroll"]).problems)
     for problem in problems.values():
         warnings.warn(
             f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
