@@ -2623,7 +2623,7 @@ CUDA_MISTAKES = {
     "call of JAX": ("out[0] = jnp.sin(x[0])", {}, "A kernel cannot call JAX"),
     "JAX's update": ("out.at[0].set(1.0)", {}, "Write out[i] = 1.0"),
     "captured dict": ("out[0] = a[0]", {}, "A kernel can capture numbers"),
-    "device function": ("out[0] = x[0]", {"device": True}, "takes a function decorated with @cuda.jit"),
+    "device function": ("out[0] = x[0]", {"device": True}, "'kernel' is a device function. Remove device=True"),
     "debug": ("cuda.grid(1)", {"debug": True, "opt": False}, "'kernel' has debug=True.*numba_cuda_callable"),
     "cooperative": ("cuda.cg.this_grid().sync()", {}, "'kernel' has a cooperative launch.*numba_cuda_callable"),
     "0-d array": ("out[0] = n * x[0]", {"parameters": "x, n, out"},
@@ -3082,7 +3082,7 @@ def test_fakecuda_or_gpu_changed_captured_value_prevents_batch_launch(counting_c
     x, _ = TWO_BATCHES
     counting_cuda.run(wrap_cuda(kernel), x[0])
     kernel.py_func.__globals__["factor"] = 3.0
-    for more in {}, {"input_output_aliases": {0: 0}}:
+    for more in {}, {}, {"input_output_aliases": {0: 0}}:  # the first two share a target
         counting_cuda.check_batch(wrap_cuda(kernel, **more), [x], 3, 2 * x)
         assert fallback_reasons() == {"captured values have changed since the kernel was compiled"}
 

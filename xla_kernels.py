@@ -1074,10 +1074,9 @@ class _CallTarget:
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
-            try:
-                compiled.batch_launch.ensure_compiled(self.launch_attribute)
-            except Exception as error:
-                _log_per_slice_fallback(self.title, error)
+            reason = compiled.batch_launch.prepare(self.launch_attribute)
+            if reason:
+                _log_per_slice_fallback(self.title, reason)
         return self
 
 
@@ -3779,13 +3778,13 @@ class _NumbaKernel(_NumbaWrapper):
         in_order = self.options.in_order
         checks_outputs = self.options.checks_outputs
 
-        def compile_if_new() -> _CompiledHandler:
+        def compile_handler() -> _CompiledHandler:
             compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, checks_outputs)
             return compiler.compile_kernel_and_handler(argument_maps, in_order)
 
         key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
         specialization = _Specialization(signature, key_options, "cpu", self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_if_new, freezes_globals=True)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals=True)
         platform_phrase = (
             "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or call the function with "
             "jax.pure_callback"
@@ -5030,9 +5029,8 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 # ======================================================================================================
 # 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
 #
-# Three packages run kernels of `@cuda.jit`: numba-cuda (0.30), its successor numba-cuda-mlir (0.6), and Numba's
-# simulator, which runs kernels of numba-cuda in Python, on the CPU.  The CUDA target that is a part of Numba is treated
-# like numba-cuda.
+# Two packages compile kernels of `@cuda.jit`: numba-cuda (0.30), and its successor numba-cuda-mlir (0.6).  If there is
+# no numba-cuda, Numba's own CUDA target takes its place.  Numba's simulator runs kernels in Python, on the CPU.
 #
 # From the user's call to a launch on a GPU:
 #
@@ -5040,7 +5038,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #       `_CudaPackage`                        stands for the package of the kernel (9.3)
 #         `_CudaCompiler`                     compiles the kernel, checks its stores to inputs, and loads it (9.4)
 #           `_CudaEmitter`                    writes a handler that launches the kernel once per slice (9.5)
-#     `_CudaBatchLaunch.ensure_compiled`      when a batch is lowered: one launch for many slices (9.6)
+#     `_CudaBatchLaunch.prepare`              when a batch is lowered: one launch for many slices (9.6)
 #
 # Section 10 uses 9.1, 9.5 and the limits of 9.6 for Warp's kernels.
 #
@@ -5108,7 +5106,7 @@ def numba_cuda_kernel(
     - The kernel does not compile for batches, or captured values have changed since it was compiled.
     - The kernel that is compiled for batches allows fewer threads in a block than the launch has.
 
-    The logger "xla_kernels" (this module's name) states the reason, at level DEBUG.
+    Each time such a batch is lowered, the logger "xla_kernels" (this module's name) states the reason, at level DEBUG.
 
     Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream per output, not per batch
     element.
@@ -5132,8 +5130,12 @@ def numba_cuda_kernel(
       block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
       launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
         specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
-        must check indices (`if i < out.size`).  Adjacent threads differ in x.  So that they access adjacent elements of
-        a matrix `x`, pass `x.shape[::-1]` with `j, i = cuda.grid(2)`.  If a number is 0, nothing is launched.
+        must check indices (`if i < out.size`).  If a number is 0, nothing is launched.  Adjacent threads differ in x,
+        so let x be the last dimension of a matrix:
+
+            launch_dims=lambda m: m.shape[::-1]    # (columns, rows)
+            column, row = cuda.grid(2)             # in the kernel, for m[row, column]
+
       threads_per_block: The block size, an int, only for one-dimensional `launch_dims`.  Default 256.  For two
         dimensions the block is 16x16, for three 8x8x4.
       shared_mem: The bytes of dynamic shared memory, an int.  Default 0.  The device's opt-in maximum is allowed.
@@ -5146,8 +5148,8 @@ def numba_cuda_kernel(
         cooperative kernels).  Use `numba_cuda_callable` for these.
       ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, if they
         exceed CUDA's limits (1,024 threads in a block), if `threads_per_block` is given but not used, or if the number
-        of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  A kernel that uses y or z of `cuda.threadIdx` or
-        `cuda.blockIdx` may have any number.
+        of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  This number is not checked if the kernel reads an
+        attribute y or z of any object, such as `cuda.blockIdx.y`.
       NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
       jax.errors.JaxRuntimeError: If a launch fails.  The text has CUDA's error, and the limit that was exceeded.
 
@@ -5249,13 +5251,14 @@ def numba_cuda_callable(
 #     shared_mem     bytes of dynamic shared memory of a block    0
 #
 # For example, launch_dims=(100, 30) has block=(16, 16, 1) and grid=(7, 2, 1).  The launch attribute of the call is
-# [7, 2, 1, 16, 16, 1, 0], a `_LaunchConfig`.
+# [7, 2, 1, 16, 16, 1, 0], the fields of a `_LaunchConfig`.
 
 
 class _LaunchConfig(NamedTuple):
     """A launch configuration, in the order of cuLaunchKernel's parameters.
 
-    The launch attribute of a call begins with these int64s.  In generated code, the fields are `_Int64` objects.
+    Its fields are ints, and `_Int64`s in generated code.  The launch attribute of a Numba CUDA call consists of these
+    int64s.  That of a Warp call on a GPU begins with them.
     """
 
     grid_x: Any  # blocks
@@ -5283,6 +5286,17 @@ _CUDA_LAUNCH_WORDS = len(_LaunchConfig._fields)
 _CUDA_MAX_THREADS = 1024  # in a block
 _CUDA_MAX_GRID_Z = 65535
 _DEFAULT_BLOCKS = {1: (256, 1, 1), 2: (16, 16, 1), 3: (8, 8, 4)}  # by the number of dimensions of `launch_dims`
+
+
+def _load_launch_config(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
+    """Generate code that loads the launch configuration of the call."""
+    first = ir.launch_attribute(frame)
+    return _LaunchConfig(*[ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
+
+
+def _read_launch_config(address: int) -> _LaunchConfig:
+    """Read the launch configuration at the address of a launch attribute, in Python."""
+    return _LaunchConfig(*(_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _SizesOption(NamedTuple):
@@ -5363,7 +5377,7 @@ class _CudaOptions(_Options):
             )
         self.shared_mem = _int_in_range("shared_mem", self.shared_mem, 0, 2**31 - 1, "Pass shared_mem=4 * n_floats.")
         if (size := self.threads_per_block) is not None:
-            fix = "For blocks of two or three dimensions, pass grid=(x, y), block=(x, y)."
+            fix = "Pass threads_per_block=256."
             self.threads_per_block = _int_in_range("threads_per_block", size, 1, _CUDA_MAX_THREADS, fix)
 
     def launch_config(self, launch_dims: Any) -> _LaunchConfig:
@@ -5380,12 +5394,12 @@ class _CudaOptions(_Options):
         n_dims = np.size(launch_dims)  # 1 for an int
         block = _DEFAULT_BLOCKS[n_dims]
         if self.threads_per_block:
-            block = self.threads_per_block, 1, 1
             if n_dims > 1:
                 raise ValueError(
                     "threads_per_block is for launch_dims of one dimension; got threads_per_block="
                     f"{self.threads_per_block} and launch_dims={launch_dims}. Pass grid=(x, y), block=(x, y) instead."
                 )
+            block = self.threads_per_block, 1, 1
         n_blocks = tuple(-(-size // block_size) for size, block_size in zip(n_threads, block, strict=True))
         return _LaunchConfig(*_GRID.xyz(n_blocks, f", from launch_dims={launch_dims}"), *block, self.shared_mem)
 
@@ -5407,7 +5421,7 @@ def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, 
 def _n_cuda_grid_indices(kernel: Any) -> int:
     """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if it is unknown.
 
-    A kernel may get more indices from `cuda.blockIdx.y`, `cuda.threadIdx.z`, and so on, so n is unknown then, too.
+    It is unknown if they read an attribute y or z of any object: `cuda.blockIdx.y`, for example, is one more index.
     """
     from numba.core import ir_utils
 
@@ -5452,7 +5466,7 @@ class _CudaWrapper(_NumbaWrapper):
         self,
         package: _CudaPackage,
         signature: _Signature,
-        compile_if_new: _CompileHandler,
+        compile_handler: _CompileHandler,
         *,
         freezes_globals: bool,
         key: tuple = (),
@@ -5464,7 +5478,7 @@ class _CudaWrapper(_NumbaWrapper):
         """
         options = "cuda", package.module, *key
         specialization = _Specialization(signature, options, package.platform, self.options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_if_new, freezes_globals)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
         return _CallTarget(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
 
@@ -5474,9 +5488,14 @@ class _CudaKernel(_CudaWrapper):
     decorator = "numba_cuda_kernel"
 
     def __init__(self, kernel: Any, options: _CudaOptions) -> None:
-        if _decorated_backend(kernel) != "numba_cuda" or getattr(kernel, "targetoptions", {}).get("device"):
+        if _decorated_backend(kernel) != "numba_cuda":
             takes = "a function decorated with @cuda.jit of numba or numba_cuda_mlir (without [grid, block])"
             raise _unsupported_kernel_error("numba_cuda_kernel", takes, kernel)
+        if getattr(kernel, "targetoptions", {}).get("device"):  # the simulator's kernels have no options
+            raise TypeError(
+                f"numba_cuda_kernel takes a kernel; {kernel.__name__!r} is a device function. Remove device=True from "
+                "@cuda.jit, or call the function in a kernel."
+            )
         super().__init__(kernel, options)
         self.package: Any = _cuda_package(kernel)
         if not callable(options.launch_dims):
@@ -5499,28 +5518,38 @@ class _CudaKernel(_CudaWrapper):
         in_order = self.options.in_order
         checks_outputs = self.options.checks_outputs
 
-        def compile_if_new() -> _CompiledHandler | None:
+        def compile_handler() -> _CompiledHandler | None:
             only_read_positions = _only_read_positions(self.kernel)
-            handler = None
-            if _local_devices(package.platform):  # otherwise this process only lowers programs
-                maybe_written = argument_map.maybe_written_inputs(only_read_positions, signature)
-                names = argument_map.names_of(maybe_written, self.parameters)
-                handler = package.compile_kernel_and_handler(self.kernel, argument_map, signature, in_order, names)
+            handler = self._compile(argument_map, signature, only_read_positions)
             if checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
-                stored = argument_map.maybe_written_buffers(only_read_positions)
-                _check_outputs_are_stored(self.title, buffer_of, stored, call, fix_index="i")
+                maybe_written = argument_map.maybe_written_buffers(only_read_positions)
+                _check_outputs_are_stored(self.title, buffer_of, maybe_written, call, fix_index="i")
             return handler
 
         freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
         key = argument_map, in_order, checks_outputs
-        target = self._target(package, signature, compile_if_new, freezes_globals=freezes_globals, key=key)
+        target = self._target(package, signature, compile_handler, freezes_globals=freezes_globals, key=key)
         target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
         if self.options.name and not in_order:
             # An exported program calls a named target without lowering it in this process, so no later step would
             # compile the batch launch.  This does nothing without a GPU, or if it was done before.
             target.prepare_lowering(package.platform, has_batch=True)
         return target
+
+    def _compile(
+        self, argument_map: _ArgumentMap, signature: _Signature, only_read_positions: set
+    ) -> _CompiledHandler | None:
+        """Compile the kernel and its handler.  Return None if this process only lowers programs."""
+        package = self.package
+        if not _local_devices(package.platform):
+            return None
+        if isinstance(package, _CudaSimulator):
+            return package.kernel_handler(self.kernel, argument_map, signature)
+        maybe_written = argument_map.maybe_written_inputs(only_read_positions, signature)
+        names = argument_map.names_of(maybe_written, self.parameters)
+        compiler = _CudaCompiler(package, self.kernel, argument_map, signature, self.options.in_order, names)
+        return compiler.handler_with_launch_per_slice()
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5547,12 +5576,12 @@ class _CudaCallable(_CudaWrapper):
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper and its caches.
         run = functools.partial(_run_callable, self.kernel, self.title)
 
-        def compile_if_new() -> _CompiledHandler | None:
+        def compile_handler() -> _CompiledHandler | None:
             if not _local_devices(package.platform):  # this process only lowers programs
                 return None
             return _compile_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
 
-        return self._target(package, signature, compile_if_new, freezes_globals=False)
+        return self._target(package, signature, compile_handler, freezes_globals=False)
 
 
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
@@ -5588,45 +5617,23 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 # -- 9.3 The packages ----------------------------------------------------------------------------------
 
 
-class _CudaPackage:
-    """A package that runs kernels of `@cuda.jit`: a `_CompiledCudaPackage`, or the `_CudaSimulator`."""
+# Both classes have the attributes `module` and `platform` and the method `callback_emitter`.
+type _CudaPackage = _CompiledCudaPackage | _CudaSimulator
 
-    module: str  # the name of the package's module `cuda`
-    platform: str  # the platform on which JAX calls its kernels
-
-    def compile_kernel_and_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, in_order: bool, maybe_written: Sequence
-    ) -> _CompiledHandler:
-        """Compile a kernel, and a handler that runs it for each slice.
-
-        `maybe_written` has the names of the inputs that the kernel may write to, as far as Numba's IR shows.  A store
-        to one of them is an error, which is raised by this function, or by the simulator in a call.
-        """
-        raise NotImplementedError
-
-    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
-
-        The arrays and the stream are objects of the package.  `launch_address` is the address of the launch attribute,
-        and `readonly_inputs` has the indices of the inputs that are read-only arrays.
-        """
-        raise NotImplementedError
-
-
-# numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once.
+# All copies of this file share the locks in `_PROCESS_STATE` (3.4).
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _CompiledCudaPackage(_CudaPackage):
+class _CompiledCudaPackage:
     """A package that compiles kernels for GPUs: numba-cuda or numba-cuda-mlir."""
 
-    module: str
+    module: str  # the name of the package's module `cuda`
     device_inline: str  # the option `inline` of a device function that an adapter calls
     ptx_and_entry: Callable[[Any], tuple[str, str]]  # of a compiled kernel, and the kernel's name in the PTX
     cubin: Callable[[Any], Any]  # of a compiled kernel, for the current device
     param_words: Callable[[_KernelArray], list]  # the int64 parameters that a kernel takes for an array
-    platform: str = "cuda"
+    platform: str = "cuda"  # the platform on which JAX calls the package's kernels
 
     @property
     def cuda(self) -> Any:
@@ -5635,20 +5642,24 @@ class _CompiledCudaPackage(_CudaPackage):
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator:
         """Make the primary context of a device current, which is also the one that XLA uses."""
-        with _GPUS_LOCK:
+        with _GPUS_LOCK:  # numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once
             device = self.cuda.gpus[ordinal]
-        device.__enter__()
+        device.__enter__()  # pushes the context
         try:
             yield
         finally:
-            # JAX may have freed an array of another GPU, and left its context current.  Then Numba asserts.
+            # `__exit__` pops the top of the context stack, and then asserts that this was the device's context.  If JAX
+            # has freed an array of another GPU, that GPU's context has replaced it.  Popping it is right, too.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def compile_kernel_and_handler(self, *args: Any) -> _CompiledHandler:
-        return _CudaCompiler(self, *args).compile_kernel_and_handler()
-
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
+
+        The arrays and the stream are objects of the package.  `launch_address` is the address of the launch attribute,
+        and `readonly_inputs` has the indices of the inputs that are read-only arrays.
+        """
+
         def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
@@ -5725,26 +5736,25 @@ def _read_only_class(device_array_class: Any) -> type:
 _CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
-class _CudaSimulator(_CudaPackage):
+class _CudaSimulator:
     """Numba's simulator, which runs one kernel at a time, in Python.  NumPy rejects stores to read-only inputs."""
 
     module = "numba.cuda"
     platform = "cpu"
 
-    def compile_kernel_and_handler(
-        self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature, *_: Any
-    ) -> _CompiledHandler:
+    def kernel_handler(self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> _CompiledHandler:
+        """Return a handler that runs a kernel for each slice."""
         from numba import cuda
 
         adapter = argument_map.make_adapter(kernel.py_func)
 
-        # While a kernel runs, the simulator replaces `cuda` in the globals of the launched function.  They must be the
-        # globals of the user's kernel, and those of the adapter are not.  So launch `call_adapter`, with other globals.
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
-        namespace = kernel.py_func.__globals__
-        simulated = cuda.jit(types.FunctionType(call_adapter.__code__, namespace, closure=call_adapter.__closure__))
+        # While a kernel runs, the simulator replaces `cuda` in the globals of the launched function.  The user's kernel
+        # reads its own globals.  So launch a copy of `call_adapter` with these globals.  Its closure has the adapter.
+        user_globals = kernel.py_func.__globals__
+        simulated = cuda.jit(types.FunctionType(call_adapter.__code__, user_globals, closure=call_adapter.__closure__))
 
         def run(arrays: list, stream: Any, launch_address: int) -> None:
             config = _read_launch_config(launch_address)
@@ -5753,6 +5763,7 @@ class _CudaSimulator(_CudaPackage):
         return _compile_handler(signature, self.callback_emitter(signature, run, signature.unaliased_inputs))
 
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        """Return an emitter that calls `run` for each slice.  See `_CompiledCudaPackage.callback_emitter`."""
         from numba import cuda
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
@@ -5765,8 +5776,7 @@ class _CudaSimulator(_CudaPackage):
                 views.append(np.ndarray(shape, dtype, memory))
             copies = [view.copy() for view in views]
             for i, j in signature.aliases:
-                # An aliased input shares memory with its output.  `[...]` makes another view, which may be read-only.
-                copies[i] = copies[signature.n_in + j][...]
+                copies[i] = copies[signature.n_in + j]  # an aliased input shares memory with its output
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in readonly_inputs
             with _CUDASIM_LOCK:
@@ -5800,30 +5810,31 @@ def _cuda_package(value: Any) -> _CudaPackage | None:
 def _callable_package(func: Any) -> _CudaPackage:
     """Return the package whose arrays and stream a callable gets.
 
-    It is one of which the callable captures a kernel or the module `cuda`, else an imported, else an installed one:
+    A package is captured if the callable captures one of its kernels, or its module `cuda`:
 
         kernel[1, 8, stream](x, out)               # captured: the package of `kernel`
-        self.kernels["f"][1, 8, stream](x, out)    # nothing is captured: an imported package
+        self.kernels["f"][1, 8, stream](x, out)    # nothing is captured
 
-    If this leaves two, the simulator comes first, then numba-cuda-mlir.  A callable that uses numba-cuda-mlir may also
-    capture the module `numba`, which counts as numba-cuda, for another reason: `numba.float32`.
+    The module `numba` counts as numba-cuda.  A callable of numba-cuda-mlir may capture it, too, for `numba.float32`.
     """
-    packages = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR] if _uses_cudasim() else [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]
+    packages: list = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR] if _uses_cudasim() else [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
-        values = [value for function in _kernel_and_helpers(func) for _, value in _captured_values(function)]
-    captured = set(map(_cuda_package, values))
+        captured = {_cuda_package(x) for function in _kernel_and_helpers(func) for _, x in _captured_values(function)}
     installed = [x for x in packages if importlib.util.find_spec(x.module.partition(".")[0])]
-    # The maximum of pairs of bools; of equal ones, the first.
+    # A captured package beats one that is only imported, which beats the order of `packages`.
     return max(installed, key=lambda x: (x in captured, x.module in sys.modules))
 
 
 # -- 9.4 Compiling -------------------------------------------------------------------------------------
 
-# {kernel: its fingerprint when a wrapper first compiled it}.  Numba keeps the compiled code of a kernel.  So later, the
-# kernel for one slice may contain older captured values than a kernel for batches would:
+# {kernel: its fingerprint when a wrapper first compiled it}.  Numba compiles a kernel once for the same types, so the
+# kernel for one slice keeps these captured values.  A kernel for batches, compiled later, may have others:
 #
-#     scale = 2.0; call(x)               # compiled for one slice, with 2.0
-#     scale = 3.0; jax.vmap(call)(x)     # would be compiled for batches with 3.0, so each slice has a launch, with 2.0
+#     scale = 2.0; call(x)               # compiled for one slice: 2.0 remains
+#     scale = 3.0; jax.vmap(call)(x)     # would be compiled with 3.0, so each slice has a launch, with 2.0
+#
+# This misses assignments before the first wrapper.  If the user launched the kernel before, with the same types (so no
+# input is read-only), and then assigned `scale`, the kernel for one slice has the older value, and batches the newer.
 _FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
 
 
@@ -5836,16 +5847,14 @@ class _CudaCompiler:
     argument_map: _ArgumentMap
     signature: _Signature
     in_order: bool  # whether the slices of a batch must run in order
-    maybe_written: Sequence[str]  # see `_CudaPackage.compile_kernel_and_handler`
+    maybe_written_names: list[str]  # of the inputs that the kernel may write to, as far as Numba's IR shows
 
-    def compile_kernel_and_handler(self) -> _CompiledHandler:
-        """Compile the kernel and a handler that launches it once per slice.  Prepare a batch launch."""
+    def handler_with_launch_per_slice(self) -> _CompiledHandler:
+        """Compile the kernel, and return a handler that launches it once per slice.  Prepare a batch launch."""
         first_fingerprint = _FIRST_FINGERPRINTS.setdefault(self.kernel, _fingerprint(self.kernel))
         launcher, ptx = self.compile_and_load()
         handler = _compile_handler(self.signature, _CudaEmitter(self.package, launcher))
-        # A `_CompiledHandler` is a tuple, so the batch launch holds the one without itself.  Both share `data` and
-        # `keep_alive`, which the batch launch changes.
-        return handler._replace(batch_launch=_CudaBatchLaunch(self, first_fingerprint, ptx, handler))
+        return handler._replace(batch_launch=_CudaBatchLaunch(self, first_fingerprint, ptx, handler.data))
 
     def compile_and_load(self) -> tuple[_CudaLauncher, str]:
         """Compile the kernel, check it, and load it on each GPU.  Also return its PTX."""
@@ -5899,7 +5908,7 @@ class _CudaCompiler:
             types_module = numba.types
         # Row 1 raises.  `readonly_error` is None if the kernel compiles for read-only inputs.
         compiled, readonly_error = _compile_readonly_or_writable(package_name, kernel.compile, types_module, signature)
-        if not self.maybe_written:  # row 2
+        if not self.maybe_written_names:  # row 2
             return compiled
         if readonly_error:  # row 3
             raise self._writable_only_error(readonly_error) from readonly_error
@@ -5909,7 +5918,7 @@ class _CudaCompiler:
             annotation = uncached.compile(_array_types(types_module, signature)).type_annotation
         if statement := _find_store_to_readonly(annotation):  # row 4
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written, reason)
+            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written_names, reason)
         return compiled
 
     def _writable_only_error(self, readonly_error: Exception) -> TypeError:
@@ -5917,13 +5926,13 @@ class _CudaCompiler:
         title = f"Kernel {self.signature.label!r}"
         text = _error_text(readonly_error)
         if _is_store_to_readonly(readonly_error):
-            return _read_only_input_error(f"{title} writes", self.maybe_written, more=f"\n{text}")
+            return _read_only_input_error(f"{title} writes", self.maybe_written_names, more=f"\n{text}")
         more = (
             " If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
             f"Numba's error for read-only arrays:\n{text}"
         )
         reason = ": it compiles only for writable arrays"
-        return _read_only_input_error(f"{title} may write", self.maybe_written, reason, more)
+        return _read_only_input_error(f"{title} may write", self.maybe_written_names, reason, more)
 
     def _check_launch(self, ptx: str, entry: str) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
@@ -5932,18 +5941,17 @@ class _CudaCompiler:
         n_words = sum(len(self.package.param_words(array)) for array in examples)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
         entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
-        if self.kernel.targetoptions.get("debug"):  # Numba reads an error code after the launch
-            obstacle = "debug=True"
+        if self.kernel.targetoptions.get("debug"):
+            obstacle = "debug=True, so Numba must read an error code after each launch"
         elif "cudaCG" in ptx:  # functions of `cuda.cg`
-            obstacle = "a cooperative launch"
+            obstacle = "a cooperative launch, for which cuLaunchKernel is not enough"
         elif not re.search(entry_with_params, ptx):
             obstacle = f"parameters in a layout of {self.package.module} that this library does not know"
         else:
             return
         raise TypeError(
-            f"numba_cuda_kernel {self.signature.label!r} has {obstacle}. A handler launches a kernel with one call of "
-            "cuLaunchKernel, which is not enough here. Launch the kernel in a Python function, and wrap it with "
-            "numba_cuda_callable."
+            f"numba_cuda_kernel {self.signature.label!r} has {obstacle}. Launch the kernel in a Python function, and "
+            "wrap it with numba_cuda_callable."
         )
 
 
@@ -5956,6 +5964,7 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
 
     `kernel_annotation` has the types that Numba inferred for a kernel.  They show these statements, also in helpers:
     atomics, stores with cache hints, stores through `.flat` and, in numba-cuda-mlir 0.6.0, writable results of `.view`.
+    Numba itself rejects other assignments to elements of read-only arrays.
     """
     annotations = [kernel_annotation]
     for annotation in annotations:  # the list grows in this loop
@@ -5985,9 +5994,9 @@ def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
     return is_store and _is_library_module(function.__module__) and _is_readonly(signature.args[0])
 
 
-def _is_readonly(numba_type: Any) -> bool:
-    """Return whether this is the type of a read-only array."""
-    return not getattr(numba_type, "mutable", True)
+def _is_readonly(array_type: Any) -> bool:
+    """Return whether a Numba array type is read-only.  None is not."""
+    return not getattr(array_type, "mutable", True)
 
 
 def _statement_text(statement: Any) -> str:
@@ -6007,17 +6016,6 @@ def _statement_text(statement: Any) -> str:
 def _cuda_ordinals() -> list[int]:
     """Return the CUDA ordinals of JAX's GPUs, or an empty list if JAX has none."""
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
-
-
-def _load_launch_config(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
-    """Load the launch configuration of the call."""
-    first = ir.launch_attribute(frame)
-    return _LaunchConfig(*[ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
-
-
-def _read_launch_config(address: int) -> _LaunchConfig:
-    """Return the launch configuration at an address.  This runs in Python, in a call."""
-    return _LaunchConfig(*(_I64 * _CUDA_LAUNCH_WORDS).from_address(address))
 
 
 class _CudaLauncher:
@@ -6112,13 +6110,13 @@ _PTX_MAY_DEPEND_ON_Z = re.compile(
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
-    names = []
-    for function in _kernel_and_helpers(kernel):
-        for name, value in _captured_values(function):
-            is_array = not isinstance(value, types.ModuleType) and hasattr(value, "__cuda_array_interface__")
-            if is_array and name not in _only_read_names(function):
-                names.append(name)
-    return names
+    return [
+        name
+        for function in _kernel_and_helpers(kernel)
+        for name, value in _captured_values(function)
+        if hasattr(value, "__cuda_array_interface__") and not isinstance(value, types.ModuleType)
+        if name not in _only_read_names(function)
+    ]
 
 
 class _BatchArgumentMap(_ArgumentMap):
@@ -6137,7 +6135,8 @@ class _BatchArgumentMap(_ArgumentMap):
 class _CudaBatchEmitter(_CudaEmitter):
     """An emitter of code that launches the batch kernel once for many slices.
 
-    If the launch of a call uses z, or has too many threads in a block, the code calls the loop with a launch per slice.
+    One target serves calls with different launch attributes.  If the launch of a call uses z, or has too many threads
+    in a block, the code calls the loop with a launch per slice.
     """
 
     def __init__(self, package: _CompiledCudaPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
@@ -6159,9 +6158,12 @@ class _BatchLaunchUnsupported(Exception):
     """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
 
 
-def _log_per_slice_fallback(title: str, error: Exception) -> None:
-    """Log the exception, of any type, because of which a batch has one launch per slice."""
-    reason = str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
+def _fallback_reason(error: Exception) -> str:
+    """Return the text of an exception, of any type, because of which a batch has one launch per slice."""
+    return str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
+
+
+def _log_per_slice_fallback(title: str, reason: str) -> None:
     one_line = " ".join(reason.split())
     _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
 
@@ -6170,7 +6172,7 @@ def _log_per_slice_fallback(title: str, error: Exception) -> None:
 class _CudaBatchLaunch:
     """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler.
 
-    The inner loop of the handler contains:
+    The inner loop of the registered handler contains:
 
         before the first lowering of a batch           one launch per slice (`_CudaEmitter`)
         after it, if the kernel compiled for batches   one launch per 65,535 slices (`_CudaBatchEmitter`)
@@ -6182,33 +6184,30 @@ class _CudaBatchLaunch:
     compiler: _CudaCompiler  # of the kernel for one slice
     first_fingerprint: _Fingerprint  # see `_FIRST_FINGERPRINTS`
     ptx: str  # of the kernel for one slice
-    handler: _CompiledHandler  # the registered handler
-    was_tried: bool = False  # whether the compilation for batches was started; it is not repeated
-    max_threads: int = _CUDA_MAX_THREADS  # in a block of the kernel for batches, if it is compiled
+    handler_data: Any  # the `_HandlerData` of the registered handler
     lock: Any = dataclasses.field(default_factory=threading.Lock)
+    # The first lowering sets one of these:
+    batch_handler: _CompiledHandler | None = None  # has the inner loop for batches, and keeps it alive
+    failure: str = ""  # why there is no kernel for batches
+    max_threads: int = _CUDA_MAX_THREADS  # in a block of the kernel for batches, if there is one
 
-    def ensure_compiled(self, launch: Sequence[int]) -> None:
-        """Compile the batch launch, unless that was tried before.
+    def prepare(self, launch_attribute: Sequence[int]) -> str:
+        """Prepare a batch with this launch attribute.  The first call compiles the kernel for batches.
 
-        The caller logs the exceptions, as the reasons why a batch has a launch per slice.
-
-        Raises:
-          _BatchLaunchUnsupported: if a batch with this launch attribute cannot be one launch.
-          Exception: of any type, if the compilation fails.  Only the first call compiles, so it is raised once.
+        Return an empty text if the batch is one launch.  Otherwise return the reason why it has a launch per slice.
         """
-        config = _LaunchConfig(*launch)
+        config = _LaunchConfig(*launch_attribute)
         if config.grid_z > 1:
-            raise _BatchLaunchUnsupported(
-                f"the slices are the blocks along z, and the launch uses z: grid={config.grid}"
-            )
+            return f"the slices are the blocks along z, and the launch uses z: grid={config.grid}"
         with self.lock:
-            if not self.was_tried:
-                self.was_tried = True
-                self._replace_inner_loop(self._compile_for_batches())
+            if not (self.batch_handler or self.failure):
+                try:
+                    self._replace_inner_loop(self._compile_for_batches())
+                except Exception as error:
+                    self.failure = _fallback_reason(error)
         if config.threads_per_block > self.max_threads:
-            raise _BatchLaunchUnsupported(
-                f"a block of the kernel for batches can have {self.max_threads} threads, and block={config.block}"
-            )
+            return f"a block of the kernel for batches can have {self.max_threads} threads, and block={config.block}"
+        return self.failure
 
     def _compile_for_batches(self) -> _CudaLauncher:
         """Compile and load the kernel for batches."""
@@ -6220,12 +6219,11 @@ class _CudaBatchLaunch:
             raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
         if names := _device_arrays_written_by(kernel):
             raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
-        slice_map = self.compiler.argument_map
         batch_compiler = dataclasses.replace(
             self.compiler,
-            argument_map=_BatchArgumentMap(*slice_map._replace(slice_ranks=signature.ranks)),  # the same other fields
+            argument_map=_BatchArgumentMap(*self.compiler.argument_map._replace(slice_ranks=signature.ranks)),
             signature=signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks)),
-            maybe_written=(),  # the kernel for one slice has passed the check
+            maybe_written_names=[],  # the kernel for one slice has passed the check
         )
         launcher, _ = batch_compiler.compile_and_load()
         if _fingerprint(kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
@@ -6234,12 +6232,11 @@ class _CudaBatchLaunch:
 
     def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
         """Replace the inner loop of the registered handler by a loop that launches the kernel for batches."""
-        emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler.data.inner_loop)
+        emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler_data.inner_loop)
         # Of this handler, only the inner loop is used.  Handlers have the signature of a slice (see the example above).
-        batch_handler = _compile_handler(self.compiler.signature, emitter)
-        self.handler.keep_alive.append(batch_handler)
+        self.batch_handler = _compile_handler(self.compiler.signature, emitter)
         # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-        self.handler.data.inner_loop = batch_handler.data.inner_loop
+        self.handler_data.inner_loop = self.batch_handler.data.inner_loop
         self.max_threads = launcher.max_threads
 
 
@@ -7269,7 +7266,7 @@ class _PendingWarpTarget(_CallTarget):
                     raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
                 return self._register(self.launch.for_batch(), platform, devices)
             except Exception as error:
-                _log_per_slice_fallback(self.title, error)
+                _log_per_slice_fallback(self.title, _fallback_reason(error))
         return self._register(self.launch, platform, devices)
 
     def _register(self, launch: _WarpLaunch, platform: str, devices: Sequence[str]) -> _CallTarget:
@@ -7284,11 +7281,11 @@ class _PendingWarpTarget(_CallTarget):
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
 
-            def compile_if_new() -> _CompiledHandler:
+            def compile_handler() -> _CompiledHandler:
                 _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
                 return _compile_handler(self.signature, emitter)
 
-            name = _REGISTRY.warp_target_name(specialization, compile_if_new)
+            name = _REGISTRY.warp_target_name(specialization, compile_handler)
         return _CallTarget(name, emitter.launch_attribute, platform=platform)
 
 
