@@ -5138,7 +5138,7 @@ def reuse_name_for_bad_kernel():
 keyword_only = kernel_from_body("out[:] = x + n", "x, out, *, n=3")
 updates_state = kernel_from_body("state_out[:] = state", "state, state_out")
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
-NO_VALUES = "Its arguments are specs with .shape and .dtype, and have no values. .*a fixed capacity"
+NO_VALUES = "Arrays are passed as specs, which have .shape and .dtype but no values. .*a fixed capacity"
 
 NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     # when a wrapper is created
@@ -5171,7 +5171,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "input 0 .*got a jax.Ref. Pass its value, x[...]", lambda: add_one(jax.new_ref(jnp.ones(4)))),
     (TypeError, "got ndarray of dtype >f4.*newbyteorder(", lambda: add_one(ONES.astype(">f4"))),
     (TypeError, "got a ShapeDtypeStruct, which has no values. Pass an array", lambda: add_one(SPEC_4)),
-    (TypeError, "input 0 .*got key<fry>, .*Pass jax.random.key_data(key)", lambda: add_one(jax.random.key(0))),
+    (TypeError, "input 0 .*got key<fry>, .*random keys: jax.random.key_data(key)", lambda: add_one(jax.random.key(0))),
     (ValueError, "a scalar is a 0-d input. 'out' in scalars=['out'] is an output", lambda: wrap(scalars=["out"])(ONES)),
     (ValueError, "'x' in scalars=['x'] is float32[4]. .*, or pass a number", lambda: wrap(scalars=["x"])(ONES)),
     # outputs and scratch buffers
@@ -5196,6 +5196,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (TypeError, "inputs (x), but outs takes (x, n, alpha). Pass 'n', 'alpha' to the call, or write outs=",
      lambda: wrap(scale_n, lambda x, n, alpha: x)(ONES)),
     (TypeError, "outs takes (x). If 'out' is an output, do not pass 'out'", lambda: wrap(outs=identity)(ONES, ONES)),
+    (TypeError, "outs takes (x, *, n). Write outs=lambda x: ...", lambda: wrap(outs=lambda x, *, n: x)(ONES)),
     (TypeError, "If 'out', 'last' is an output, do not pass 'out', 'last'",
      lambda: wrap(lambda x, out, last: None, identity)(ONES, ONES, ONES)),
     (TypeError, "Use a tuple, outs=(spec, ...), or a NamedTuple", lambda: wrap(outs={"out": SPEC_4})(ONES)),
@@ -5209,7 +5210,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     (ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]",
      lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)),
     (ValueError, "(x). .*Pass the initial value of 'out'", lambda: wrap(in_out_argnames=["out"])(ONES)),
-    (ValueError, "an input has one alias only. Input 0 is aliased to output 0. Remove an alias",
+    (ValueError, "an input must have one alias only. Input 0 is aliased to output 0. Remove an alias",
      lambda: wrap(outs=[SPEC_4] * 2, in_out_argnames=["x"], input_output_aliases={0: 1})(ONES)),
     (ValueError, "'x' is float32[4], but outs[0] is float32[3]. Write outs=lambda x: (x, ...)",
      lambda: wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)),
@@ -5299,7 +5300,7 @@ CUDA_MISTAKES = [
     (ValueError, "got threads_per_block=64 and launch_dims=(3, 4). Pass grid=(x, y), block",
      lambda: trace_cuda(launch_dims=lambda x: (3, 4), threads_per_block=64)),
     (ValueError, "shared_mem must be an int from 0 .*; got -1", lambda: trace_cuda(launch_dims=1, shared_mem=-1)),
-    (TypeError, "output 0 is bfloat16[3], .*Cast it, .*f(x.astype(jnp.float32)).astype(x.dtype)",
+    (TypeError, "output 0 is bfloat16[3], of a dtype .*Declare jax.ShapeDtypeStruct((3,), jnp.float32)",
      lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
     (TypeError, "@cuda.jit of numba .*Use numba_kernel", lambda: trace_cuda(numba.njit(identity), launch_dims=1)),
     (TypeError, "for one kernel use numba_cuda_kernel.*int 3", lambda: trace_callable(3)),

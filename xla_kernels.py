@@ -85,6 +85,7 @@ work here.
 #     wrapper            the object that `numba_kernel` and the other public functions return
 #     op                 an `XLACustomKernel`
 #     static parameter   a keyword argument of an op, such as `power=2`, whose value is fixed when JAX traces the call
+#     argument by value  of a Warp kernel: one that is not an array; its value is fixed when JAX traces the call
 #     generator          a function of an op's static parameters that returns a kernel
 #     decorated kernel   a kernel that is already decorated with `@njit`, `@cuda.jit` or `@wp.kernel`
 #     callable           of `numba_cuda_callable`: a Python function that runs in each call and launches CUDA kernels
@@ -195,6 +196,11 @@ def _import(module: str, needed_by: str, install: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(f"{needed_by} needs {package} ({error}). Install it: {install}") from error
+
+
+def _counted(n: int, noun: str) -> str:
+    """Return a number and a noun, such as "1 input" or "2 inputs"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 # -- 1.1 Platforms and devices -------------------------------------------------------------------------
@@ -1124,11 +1130,6 @@ def _format_spec(spec: Any) -> str:
     return f"{getattr(spec.dtype, 'name', spec.dtype)}[{sizes}]"
 
 
-def _counted(n: int, noun: str) -> str:
-    """Return a number and a noun, such as "1 input" or "2 inputs"."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def _flatten_specs(specs: Any) -> tuple[list, Any]:
     """Return the leaves of a pytree of specs, in JAX's order, and its structure.
 
@@ -1145,29 +1146,23 @@ def _flatten_specs(specs: Any) -> tuple[list, Any]:
 def _contains_dict(structure: Any) -> bool:
     """Return whether a pytree structure contains a mapping."""
     node = structure.node_data()  # (type of the container, ...), or None for a leaf
-    if node is None:
-        return False
-    return issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children()))
+    return node is not None and (issubclass(node[0], Mapping) or any(map(_contains_dict, structure.children())))
 
 
 def _check_has_layout(dtype: Any, subject: str) -> None:
     """Raise an error for a dtype of JAX that has no memory layout, such as the dtype of a random key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(
-            f"{subject} must have a dtype of numbers; got {dtype}, which has no memory layout. Pass "
-            "jax.random.key_data(key)."
+            f"{subject} must have a dtype of numbers; got {dtype}, which has no memory layout. Convert "
+            "random keys: jax.random.key_data(key)."
         )
 
 
 def _normalize_specs(specs: Any, subject: str, ins: Sequence[_Spec] | None = None) -> tuple[list[_Spec], Any]:
     """Return the leaves of a pytree of declared specs as `ShapeDtypeStruct`s, and its structure.
 
-    Args:
-      specs: the user's pytree of objects with `.shape` and `.dtype`.
-      subject: the option, as the subject of error messages, such as "numba_kernel 'add': outs".
-      ins: the specs of the inputs.  If x64 is disabled, 64-bit dtypes are truncated, unless JAX's option
-        `jax_explicit_x64_dtypes` is ALLOW, or an input has the dtype, so that `outs=lambda x: x` always holds.
-        Default: None, if the inputs are unknown, because a wrapper is being created.  Then nothing is truncated.
+    `subject` is the option, as the subject of error messages, such as "numba_kernel 'add': outs".  `ins` are the specs
+    of the inputs, or None if a wrapper is being created, and its inputs are unknown.
     """
     if specs is None:
         raise TypeError(
@@ -1198,10 +1193,12 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[_Spec] | None) ->
     if any(isinstance(size, int) and size < 0 for size in shape):
         raise ValueError(f"{subject} must have sizes of at least 0. Its shape is {shape}. Write max(size, 0).")
     dtype = np.dtype(declared.dtype)
+    # If x64 is disabled, JAX truncates dtypes of 64 bits.  The dtype of an input is kept, so that `outs=lambda x: x`
+    # always holds.  If the inputs are unknown, the dtype is only checked.
     keeps_64_bits = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
     if ins is None or any(x.dtype == dtype for x in ins) or keeps_64_bits:
         return _Spec(shape, dtype)
-    truncated = jax.dtypes.canonicalize_dtype(dtype)  # to 32 bits, if x64 is disabled
+    truncated = jax.dtypes.canonicalize_dtype(dtype)
     if truncated != dtype:
         warnings.warn(
             f"{subject} declares {dtype}, which JAX truncates to {truncated}. Declare {truncated}, or set "
@@ -1257,19 +1254,16 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
         return ""
     if _can_bind(signature, n_in):
         return ""
-    taken = list(signature.parameters)
+    positional = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
     passed = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
     problem = (
-        f"{option} must take all inputs. The call has the inputs ({', '.join(passed)}), but {option} takes "
-        f"({', '.join(taken)})."
+        f"{option} must take all inputs. The call has the inputs ({', '.join(passed)}), but {option} takes {signature}."
     )
     fix = f"{option}=lambda {', '.join(passed)}: ..."
-    if len(taken) > n_in:
-        missing = ", ".join(map(repr, taken[n_in:]))
+    if missing := ", ".join(map(repr, positional[n_in:])):
         return f"{problem} Pass {missing} to the call, or write {fix}"
-    passes_all_parameters = n_in == len(parameters)  # so the last arguments are probably outputs
-    if passes_all_parameters and len(taken) < n_in:
-        extra = ", ".join(map(repr, passed[len(taken) :]))
+    extra = ", ".join(map(repr, passed[len(positional) :]))
+    if extra and n_in == len(parameters):  # all parameters are passed, so the last ones are probably outputs
         return f"{problem} If {extra} is an output, do not pass {extra}: it is returned. Otherwise write {fix}"
     return f"{problem} Write {fix}"
 
@@ -1291,37 +1285,12 @@ def _spec_problem(option: str, specs: Sequence, error: Exception) -> str:
     # If the constructor of ShapeDtypeStruct raised the error, the shape was not a tuple.
     if raising_frame.f_code is _Spec.__init__.__code__:
         return f"{raised}A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)."
-    rule = f"{raised}Its arguments are specs with .shape and .dtype, and have no values."
+    prefix = f"{raised}Arrays are passed as specs, which have .shape and .dtype but no values."
     if isinstance(error, IndexError):
-        return f"{rule} Check the indices of shapes."
+        return f"{prefix} Check the indices of shapes."
     if isinstance(error, AttributeError) and error.name and not hasattr(jax.Array, error.name):  # x.shap, not x.sum
-        return f"{rule} Check the spelling of {error.name!r}."
-    return f"{rule} For the specs of what a function f returns, write jax.eval_shape(f, x). {_SIZE_ADVICE}"
-
-
-def _check_call_signature(
-    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = (), advice: str = ""
-) -> None:
-    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
-
-    Args:
-      signature, subject: the signature of the user's function, and the function, as the subject of the message.
-      args: the positional arguments: specs, or texts that describe them, such as "a stream".
-      params: the names of the keyword arguments.
-      advice: another fix, after a space, such as " To register a function f of arrays, pass lambda: f."  Default: none.
-    """
-    try:
-        signature.bind(*args, **dict.fromkeys(params))
-    except TypeError as error:
-        passed = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "Declare a parameter for each argument."
-        if str(error).startswith("missing"):  # "missing a required argument: 'x'"
-            fix = "Remove the parameters that are not passed."
-            is_generator = not args  # a generator of an op gets only the op's static parameters
-            if is_generator:
-                fix = "Pass the missing parameters to the op by name, or remove them."
-        rule = f"{subject} takes {signature}, but this call passes ({passed})"
-        raise TypeError(f"{rule}: {error}. {fix}{advice}") from None
+        return f"{prefix} Check the spelling of {error.name!r}."
+    return f"{prefix} For the specs of what a function f returns, write jax.eval_shape(f, x). {_SIZE_ADVICE}"
 
 
 # -- 4.3 Inputs ----------------------------------------------------------------------------------------
@@ -1346,7 +1315,8 @@ def _input_specs(args: Sequence, title: str = "", parameters: Sequence[str] = ()
 # is never included, because the dtype of a NumPy array must be checked.
 _FAST_PATH_TYPES: set[type] = {bool, int, float, complex}
 # NumPy arrays of these dtypes, in native byte order, are also passed to JAX unchecked.  `_convert_input` rejects other
-# byte orders.  A jitted function would not: after a call with a native array, it reads them as native (jax 0.12).
+# byte orders.  A jitted function would not reject a byte-swapped array: after a call with a native array, it reads the
+# bytes as native (jax 0.12).
 _FAST_PATH_DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefdFD"))
 
 
@@ -1374,18 +1344,13 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
             f"{name} must be an array; got a ShapeDtypeStruct, which has no values. Pass an array, or write "
             f"jax.eval_shape(f, {variable})."
         )
-    with contextlib.suppress(TypeError):
-        jax.typeof(x)  # raises a TypeError if JAX does not accept `x`, such as an array in a foreign byte order
+    if _jax_accepts(x):
         if not isinstance(x, np.ndarray):
             _FAST_PATH_TYPES.add(type(x))
         return x
     try:
-        return jax.dlpack.from_dlpack(x)  # an array of another library; JAX shares its memory
+        return _from_dlpack(x)
     except Exception as error:
-        with contextlib.suppress(Exception):
-            # XLA rejects strided arrays, such as a column of a matrix.  PyTorch and Warp have this method.
-            contiguous_copy = x.contiguous()
-            return jax.dlpack.from_dlpack(contiguous_copy)
         shown = f"of dtype {x.dtype}" if _has_shape_and_dtype(x) else repr(x)
         raise TypeError(
             f"{name} must be a number or an array of numbers (of JAX, NumPy or a library with DLPack); got "
@@ -1393,8 +1358,27 @@ def _convert_input(x: Any, name: str, variable: str) -> Any:
         ) from error
 
 
+def _jax_accepts(x: Any) -> bool:
+    """Return whether JAX accepts an object as an array.  It rejects, for example, arrays in a foreign byte order."""
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_dlpack(x: Any) -> Any:
+    """Return an array of another library as a JAX array, which shares its memory unless it is strided."""
+    try:
+        return jax.dlpack.from_dlpack(x)
+    except Exception:  # XLA rejects strided arrays, such as a column of a matrix
+        with contextlib.suppress(Exception):
+            return jax.dlpack.from_dlpack(x.contiguous())  # a method of PyTorch and Warp
+        raise
+
+
 def _input_advice(x: Any, variable: str, error: Exception) -> str:
-    """Return the fix for an object that cannot be an input.  `error` is the exception of `from_dlpack`."""
+    """Return the fix for an object that cannot be an input.  `error` is the exception of `_from_dlpack`."""
     if isinstance(x, (list, tuple)):
         return f"Convert it, jnp.array({variable}), or pass its elements one by one."
     if isinstance(x, Mapping):
@@ -1423,12 +1407,12 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # ======================================================================================================
 # 5. The primitive: one call of one target, its partitioning over a mesh, and the wrapper that binds it.
 #
-# A wrapper (5.5) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
+# A wrapper (5.6) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behaviour of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_partitions_batch_without_communication)
 # - two bugs of XLA (`_protect_outputs`; test_gpu_kernel_input_not_overwritten_by_row_update,
 #   test_while_loop_kernel_not_hoisted)
-# - fusions in place (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
+# - fusions that copy aliased operands (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
 # - Numba's pickles of functions (`_Wrapper`; test_wrapper_without_module_variable_is_pickled_by_value)
 
 # -- 5.1 The primitive: its parameter, and its rules for JAX's interpreters ----------------------------
@@ -1452,12 +1436,12 @@ class _Signature(NamedTuple):
         """
         shown = [f"{dtype.name}[{','.join(':' * rank)}]" for dtype, rank in zip(self.dtypes, self.ranks, strict=True)]
         parts = [f"({', '.join(shown[: self.n_in])}) -> ({', '.join(shown[self.n_in :])})"]
-        parts += [f"output {j} aliased to input {i}" for i, j in self.aliases]
+        parts += [f"output {j} aliased to input {i}" for i, j in self.aliases]  # "output": any result
         return "; ".join(parts)
 
     @property
     def unaliased_inputs(self) -> set[int]:
-        """Return the inputs that a kernel must not change, because no output is aliased to them."""
+        """Return the inputs that a kernel must not change, because no result is aliased to them."""
         return set(range(self.n_in)).difference(dict(self.aliases))
 
 
@@ -1506,9 +1490,7 @@ def _call_abstract_eval(*ins: Any, call: _CallParams) -> tuple:
         operand_axes.append([x.sharding.spec[d] for x in batched])
     partition = _batch_partition(operand_axes)
     avals = [_out_aval((*call.batch, *out.shape), out.dtype, ins, partition) for out in call.outs]
-    if call.has_side_effect:
-        return avals, _side_effects()
-    return avals, frozenset()
+    return avals, _side_effects() if call.has_side_effect else frozenset()
 
 
 def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
@@ -1518,8 +1500,7 @@ def _call_batching(args: Any, dims: Any, *, call: _CallParams) -> Any:
     for i, _ in call.aliases:
         sizes[i] = size  # each slice updates its own copy of the operand
     operands = list(map(_batch_in_front, args, dims, sizes))
-    batched = dataclasses.replace(call, batch=(size, *call.batch))
-    return batched.bind(operands), [0] * len(call.outs)
+    return dataclasses.replace(call, batch=(size, *call.batch)).bind(operands), [0] * len(call.outs)
 
 
 def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tuple:
@@ -1579,7 +1560,7 @@ def _lower_custom_call(
 
     Its results, with the types `result_avals`, include scratch buffers.  `attributes` are those besides `launch`.
     """
-    platform, *_ = _lowering_platforms(ctx)  # "cpu" or "cuda"; for others, `prepare_lowering` raises the error
+    platform, *_ = _lowering_platforms(ctx)
     target = call.target.prepare_lowering(platform, bool(call.batch))
     if platform == "cpu" and call.aliases:
         operands = _protect_aliased_operands(ctx, operands, call, operand_avals)
@@ -1610,7 +1591,7 @@ def _protect_outputs(ctx: Any, outputs: Any, returns_tuple: bool) -> Any:
     - Dynamic-slice fusion on GPUs: a custom call writes its result directly into the array that a dynamic-update-slice
       updates, even if the call reads this array.  So the call overwrites its own input.
     - Loop-invariant code motion on all platforms: if a tuple of results is the whole state of a `while_loop`, XLA
-      takes the call for a `tuple` of its operands.  So it moves the call out of the loop, and the state never changes.
+      mistakes the custom call for a `tuple` instruction.  So it moves it out of the loop, and the state never changes.
     """
     if returns_tuple or "cuda" in _lowering_platforms(ctx):
         return _lower_barriers(ctx, outputs, ctx.avals_out, range(len(outputs)))
@@ -1658,22 +1639,17 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 # Under plain `jit`, XLA partitions a batch: each device runs the call on its part of the slices.  XLA compares the rank
 # of each operand and result with the attribute `num_batch_dims` (custom_call_batch_partitioner.cc).  If the rank is
 # greater, XLA partitions the first `num_batch_dims` dimensions.  Otherwise, it replicates the operand.  So partitioned
-# arrays are padded with ones.  Let p be `n_partitioned`, the number of batch dimensions that are partitioned, and let r
-# be `max_slice_rank`, the largest rank of a slice among the operands.  `num_batch_dims` = p + r covers all partitioned
-# dimensions, and no replicated operand has a greater rank.  With r + 1 ones, every partitioned array does, even if its
-# slice is a scalar:
-#
-#                       shape                                               rank
-#     partitioned       [*batch[:p], *[1] * (r + 1), *batch[p:], *slice]    p + r + 1 or more
-#     replicated        slice                                               r or less
-#     num_batch_dims                                                        p + r
-#
-# For example, on four devices, x has a batch of 8 and w is unbatched (p = 1, r = 2, `num_batch_dims` = 3):
+# arrays are padded with ones.  For example, on four devices, x has a batch of 8, w has none, and `num_batch_dims` is 3:
 #
 #                              one slice    primitive    custom call    on each device
 #     x        partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
 #     w        replicated      [6,6]        [1,6,6]      [6,6]          [6,6]
 #     result   partitioned     [6]          [8,6]        [8,1,1,1,6]    [2,1,1,1,6]
+#
+# In general, let p be the number of batch dimensions that are partitioned (`n_partitioned`, 1 in the example), and r
+# the largest rank of a slice among the operands (`max_slice_rank`, 2).  With r + 1 ones and `num_batch_dims` = p + r:
+#
+#     rank of a partitioned array  >  p + r  >=  rank of a replicated operand
 #
 # If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.  The
 # dimensions of a slice are never partitioned: XLA gathers them.
@@ -1684,7 +1660,7 @@ def _num_partitioned_dims(call: _CallParams, n_devices: int) -> int:
 
     These are the first dimensions whose sizes are multiples of the number of devices.  XLA would pad other sizes.  If
     the kernel raises an error on the padding, the other devices wait forever.  A size that only some of the mesh axes
-    divide is not enough: a slice `x[:4]` of an array over 8 devices keeps this sharding, so XLA pads the size 4 to 8.
+    divide is not enough: a slice `x[:4]` of an array over 8 devices stays sharded over 8, so XLA pads the size 4 to 8.
     """
     shapes = [call.batch, *(spec.shape for spec in call.buffers)]
     has_known_sizes = all(isinstance(size, int) for shape in shapes for size in shape)  # Shardy's rule needs them
@@ -1751,7 +1727,7 @@ def _sharding_rule(operand_avals: Sequence, is_partitioned: Sequence, result_ava
     A rule assigns a factor to each dimension of each operand and result.  Dimensions with the same factor have the same
     sharding.  The first `n_leading` dimensions (the partitioned batch dimensions, and the ones) have the same factors
     in all partitioned arrays.  Each other dimension has a factor of its own, because XLA gathers it.  In the example
-    above, the rule of the operands (x, w) is:
+    at the top of 5.2, the rule of the operands (x, w) is:
 
         ([a,b,c,d,e], [f,g]) -> ([a,b,c,d,h])    with n_leading=4, a=8, b=c=d=1, e=f=g=h=6
     """
@@ -1771,7 +1747,7 @@ def _sharding_rule(operand_avals: Sequence, is_partitioned: Sequence, result_ava
     return sdy.OpShardingRuleAttr.get(factor_sizes, operand_factors, result_factors)
 
 
-# -- 5.3 For wrappers and ops: parameters and options, and advice about mistakes ------------------------
+# -- 5.3 For wrappers and ops: parameters and options --------------------------------------------------
 
 
 def _parameter_names(kernel: Any) -> tuple[str, ...]:
@@ -1786,8 +1762,8 @@ def _parameter_names(kernel: Any) -> tuple[str, ...]:
 def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
     """Return the `__signature__` of a wrapper, which tells `jax.custom_vjp` the order of arguments passed by name.
 
-    For `kernel(x, y, out)` and `outs=lambda a, b: a`, the signature is `(x, y)`.  If `outs` is not a function of
-    required positional parameters, the number of inputs is unknown, and the signature is `(*args)`.
+    For `kernel(x, y, out)` and `outs=lambda a, b: a`, the signature is `(x, y)`.  It is `(*args)` if `outs` is not a
+    function of required positional parameters, or has more of them than the kernel has named parameters.
     """
     with contextlib.suppress(TypeError, ValueError):
         outs_parameters = inspect.signature(outs).parameters.values()
@@ -1796,6 +1772,75 @@ def _input_signature(parameters: Sequence[str], outs: Any) -> inspect.Signature:
             names = parameters[: len(outs_parameters)]
             return inspect.Signature([inspect.Parameter(name, p.kind) for name, p in zip(names, outs_parameters)])
     return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
+# The names that `jax.pure_callback` accepts.  Only the sequential ones have an effect here.  With None, the default,
+# `jax.pure_callback` rejects `vmap`, but a wrapper supports it.
+_VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Options:
+    """The options of a public function.  Everything that does not depend on the inputs is checked on construction."""
+
+    outs: Any  # a pytree of specs, or a function of the inputs' specs
+    vmap_method: str | None
+    input_output_aliases: Any  # {index or name of an input: index of an output}
+    has_side_effect: bool
+    scratch: Any  # like `outs`
+    zero_outputs: bool | None  # None: zeros, and an error if a kernel never stores; True: zeros; False: uninitialized
+    # Not every public function has the following options.
+    in_out_argnames: Any = None
+    scalars: Any = False  # names of parameters; True: all 0-d inputs
+    name: str | None = None  # part of the target name, for exported programs
+
+    def __post_init__(self) -> None:
+        if self.vmap_method not in _VMAP_METHODS:
+            raise ValueError(
+                f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}. To run the elements of a batch "
+                'in order, on one thread, write vmap_method="sequential". Otherwise omit it.'
+            )
+        if not callable(self.outs) or isinstance(self.outs, type):  # a class, such as jnp.float32, is a mistake
+            _normalize_specs(self.outs, "outs")
+        self.scratch = () if self.scratch is None else self.scratch
+        self.input_output_aliases = dict(self.input_output_aliases or {})
+        self.in_out_argnames = _as_names(self.in_out_argnames)
+        self.scalar_names = [] if isinstance(self.scalars, bool) else _as_names(self.scalars)
+        for name in self.scalar_names:
+            if name in self.in_out_argnames:
+                raise ValueError(
+                    f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove it "
+                    f"from scalars, and write {name}[()] in the kernel."
+                )
+
+    @property
+    def in_order(self) -> bool:
+        """Return whether the slices of a batch must run one after another, on one thread."""
+        return self.vmap_method in ("sequential", "sequential_unrolled")
+
+    @property
+    def checks_outputs(self) -> bool:
+        """Return whether it is an error if a kernel never stores to an output."""
+        return self.zero_outputs is None
+
+
+def _as_names(names: Any) -> Collection:
+    """Return an option's names as a list; keep a set a set."""
+    if names is None:
+        return []
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        return [names]
+    return names if isinstance(names, (set, frozenset)) else list(names)
+
+
+def _wrapper_or_decorator(wrapper_class: type[_Wrapper], kernel: Any, options: _Options) -> Any:
+    """Return the wrapper of a kernel, or a decorator if the kernel is None."""
+    if kernel is None:
+        return functools.partial(wrapper_class, options=options)
+    return wrapper_class(kernel, options)
+
+
+# -- 5.4 For wrappers and ops: advice about kernels and options ----------------------------------------
 
 
 def _decorated_backend(kernel: Any) -> str | None:
@@ -1853,73 +1898,7 @@ def _with_option_advice[F: Callable](function: F) -> F:
     return wrapped
 
 
-# The names that `jax.pure_callback` accepts.  Only the sequential ones have an effect here.  With None, the default,
-# `jax.pure_callback` rejects `vmap`, but a wrapper supports it.
-_VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized")
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Options:
-    """The options of a public function.  Everything that does not depend on the inputs is checked on construction."""
-
-    outs: Any  # a pytree of specs, or a function of the inputs' specs
-    vmap_method: str | None
-    input_output_aliases: Any  # {index or name of an input: index of an output}
-    has_side_effect: bool
-    scratch: Any  # like `outs`
-    zero_outputs: bool | None  # None: zeros, and an error if a kernel never stores; True: zeros; False: uninitialized
-    # Not every public function has the following options.
-    in_out_argnames: Any = None
-    scalars: Any = False  # names of parameters; True: all 0-d inputs
-    name: str | None = None  # part of the target name, for exported programs
-
-    def __post_init__(self) -> None:
-        if self.vmap_method not in _VMAP_METHODS:
-            raise ValueError(
-                f"vmap_method must be one of {_VMAP_METHODS}; got {self.vmap_method!r}. To run the elements of a batch "
-                'in order, on one thread, write vmap_method="sequential". Otherwise omit it.'
-            )
-        if not callable(self.outs) or isinstance(self.outs, type):  # a class, such as jnp.float32, is a mistake
-            _normalize_specs(self.outs, "outs")
-        self.scratch = () if self.scratch is None else self.scratch
-        self.input_output_aliases = dict(self.input_output_aliases or {})
-        self.in_out_argnames = _as_names(self.in_out_argnames)
-        self.scalar_names = [] if isinstance(self.scalars, bool) else _as_names(self.scalars)
-        for name in self.scalar_names:
-            if name in self.in_out_argnames:
-                raise ValueError(
-                    f"A scalar cannot be updated in place. {name!r} is in scalars and in in_out_argnames. Remove it "
-                    f"from scalars, and write {name}[()] in the kernel."
-                )
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether the slices of a batch must run one after another, on one thread."""
-        return self.vmap_method in ("sequential", "sequential_unrolled")
-
-    @property
-    def checks_outputs(self) -> bool:
-        """Return whether it is an error if a kernel never stores to an output."""
-        return self.zero_outputs is None
-
-
-def _as_names(names: Any) -> Collection:
-    """Return the parameter names that an option gives as a list, or as a set if they are one."""
-    if names is None:
-        return []
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        return [names]
-    return names if isinstance(names, (set, frozenset)) else list(names)
-
-
-def _wrapper_or_decorator(wrapper_class: type[_Wrapper], kernel: Any, options: _Options) -> Any:
-    """Return the wrapper of a kernel, or a decorator if the kernel is None."""
-    if kernel is None:
-        return functools.partial(wrapper_class, options=options)
-    return wrapper_class(kernel, options)
-
-
-# -- 5.4 For wrappers and ops: a cache, and pickles ----------------------------------------------------
+# -- 5.5 For wrappers and ops: a cache, and pickles ----------------------------------------------------
 
 
 class _BoundedCache(dict):
@@ -1935,10 +1914,13 @@ class _BoundedCache(dict):
 class _PickledByReference:
     """An object that is pickled by reference, as top-level functions are, if a variable of a module holds it.
 
-    The reference consists of the names of the module and the variable.  The variable may have any name, so `__reduce__`
-    looks for it in all imported modules, first in importable ones.  Otherwise, an op or a Warp wrapper must be
-    held by `__main__`, because the processes of a pool have the same main module.  Other wrappers are then pickled by
-    value, with the kernel's code and the options.  A copy of the object is the object itself.
+    The reference consists of the names of the module and the variable, which may have any name:
+
+        a variable of an importable module     by reference
+        otherwise, an op or a Warp wrapper     by reference to a variable of `__main__`, or an error
+        otherwise                              by value: the kernel's code and the options
+
+    A copy of the object is the object itself.
     """
 
     title: str  # for errors
@@ -1949,7 +1931,7 @@ class _PickledByReference:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        # Not `__main__`, because an unrelated process has another one.  `builtins._` is the last result at the prompt.
+        # Only the processes of a pool share `__main__`.  `builtins._` is the last result at the prompt.
         importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
         return self._reference_from(importable) or self._reduce_without_module()
 
@@ -1978,7 +1960,7 @@ def _loaded(data: bytes) -> Any:
     return make(*args)
 
 
-# -- 5.5 The wrapper -----------------------------------------------------------------------------------
+# -- 5.6 The wrapper -----------------------------------------------------------------------------------
 
 
 class _Wrapper(_PickledByReference):
@@ -2062,7 +2044,7 @@ class _Wrapper(_PickledByReference):
 
     def _call_by_position(self, args: Sequence) -> Any:
         """Call a jitted function of the arguments.  If one is traced, add the call to the caller's program instead."""
-        if _FAST_PATH_TYPES.issuperset(map(type, args)):  # fast path
+        if _FAST_PATH_TYPES.issuperset(map(type, args)):
             return self._jitted_call(*args)
         args, is_traced = _convert_inputs(args, self.title, self.parameters)
         return self._traced_call(*args) if is_traced else self._jitted_call(*args)
@@ -2144,15 +2126,15 @@ class _Wrapper(_PickledByReference):
         for role, specs in (("input", call.ins), ("output", call.outs), ("scratch buffer", call.scratch)):
             for i, spec in enumerate(specs):
                 if np.dtype(spec.dtype).name not in allowed:
-                    fix = "Cast it, and cast the result back: f(x.astype(jnp.float32)).astype(x.dtype)."
-                    if specs is call.scratch:
-                        fix = f"Declare jax.ShapeDtypeStruct({spec.shape}, jnp.float32)."
-                    raise TypeError(f"{self.title}: {role} {i} is {_format_spec(spec)}, a dtype {why_not}. {fix}")
+                    fix = f"Declare jax.ShapeDtypeStruct({spec.shape}, jnp.float32)."
+                    if role == "input":
+                        fix = "Cast it, and cast the result back: f(x.astype(jnp.float32)).astype(x.dtype)."
+                    raise TypeError(f"{self.title}: {role} {i} is {_format_spec(spec)}, of a dtype {why_not}. {fix}")
 
     # -- options that depend on the inputs -------------------------------------------------------------
 
     def _argument_names(self, ins: Sequence[_Spec]) -> Sequence[str]:
-        """Return the names of the arguments of a call with these input arrays, including Warp's arguments by value."""
+        """Return the names of a call's arguments: the leading parameters, with Warp's arguments by value among them."""
         n_values = len(self.all_parameters) - len(self.parameters)
         return self.all_parameters[: len(ins) + n_values]
 
@@ -2168,8 +2150,8 @@ class _Wrapper(_PickledByReference):
         specs, structure = _normalize_specs(self._option_value(option, ins), f"{self.title}: {option}", ins)
         if _contains_dict(structure):
             raise TypeError(
-                f"{self.title}: {option} must not contain a dict, because JAX sorts the keys, and a kernel takes "
-                f"outputs in order. Got {structure}. Use a tuple, {option}=(spec, ...), or a NamedTuple."
+                f"{self.title}: {option} must not contain a dict, because a kernel takes its outputs by position, "
+                f"and not by key. Got {structure}. Use a tuple, {option}=(spec, ...), or a NamedTuple."
             )
         if option == "outs" and not specs and not self.options.has_side_effect:
             raise ValueError(f"{self.title} has no outputs, so JAX would never run it. Pass has_side_effect=True.")
@@ -2184,8 +2166,7 @@ class _Wrapper(_PickledByReference):
             aliases[i] = j
         for key, j in self.options.input_output_aliases.items():
             i = self._input_index(key, len(ins))
-            problem = self._alias_problem(i, j, ins, outs, aliases)
-            if problem:
+            if problem := self._alias_problem(i, j, ins, outs, aliases):
                 raise ValueError(f"{self.title}: input_output_aliases={{{key!r}: {j!r}}}: {problem}")
             aliases[i] = j
         return aliases
@@ -2200,12 +2181,12 @@ class _Wrapper(_PickledByReference):
                 numbered = ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
                 return f"there is no {role} {index!r}. The {role}s are {numbered}. Use one of these indices."
         if i in aliases:
-            return f"an input has one alias only. Input {i} is aliased to output {aliases[i]}. Remove an alias."
+            return f"an input must have one alias only. Input {i} is aliased to output {aliases[i]}. Remove an alias."
         if j in aliases.values():
-            return f"an output has one alias only. Output {j} is aliased to another input. Remove an alias."
+            return f"an output must have one alias only. Output {j} is aliased to another input. Remove an alias."
         if ins[i] != outs[j]:
             return (
-                "an output has the shape and dtype of the input that it is aliased to. Input "
+                "an output must have the shape and dtype of the input that it is aliased to. Input "
                 f"{i} is {_format_spec(ins[i])}, and output {j} is {_format_spec(outs[j])}. Change outs[{j}]."
             )
         return ""
@@ -2241,8 +2222,8 @@ class _Wrapper(_PickledByReference):
     def _check_no_separate_outputs(self, call: _CallParams) -> None:
         """Raise an error if the kernel declares separate outputs for in-out arguments.
 
-        Call this only for a kernel that does not fit the call.  With in_out_argnames=["state"], the mistake
-        `kernel(state, state_out)` has as many parameters as the call has buffers, while `kernel(state)` has one less.
+        Call this only for a kernel that does not fit the call.  An in-out argument has one parameter, but two buffers:
+        with in_out_argnames=["state"], the mistake `kernel(state, state_out)` has a parameter for each buffer.
         """
         n_in = len(call.ins)
         extra = self.parameters[n_in : n_in + len(self.in_outs)]
@@ -2254,13 +2235,16 @@ class _Wrapper(_PickledByReference):
             )
 
 
+# -- 5.7 Errors about the stores of a kernel -----------------------------------------------------------
+
+
 def _check_outputs_are_stored(
     title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, fix_index: str, return_fix: str = ""
 ) -> None:
     """Raise an error if a kernel has no store to an output or in-out argument.
 
-    An aliased output has the memory of its input, so a store to either is enough.  Only in-out arguments lack a
-    parameter for the input (buffer 0):
+    An aliased output has the memory of its input, so a store to either is enough.  For example, in both calls, output 0
+    (buffer 1) is aliased to input 0 (buffer 0), for which only the second kernel has a parameter:
 
         kernel(v),      in_out_argnames=["v"]          buffer_of = {"v": 1}
         kernel(x, out), input_output_aliases={0: 0}    buffer_of = {"x": 0, "out": 1}
@@ -2281,7 +2265,8 @@ def _check_outputs_are_stored(
         if not is_output or buffer in stored or aliased_input in stored:
             continue
         has_alias = aliased_input is not None
-        kind = "in-out argument" if has_alias and aliased_input not in buffer_of.values() else "output"
+        is_in_out = has_alias and aliased_input not in buffer_of.values()  # it has no parameter for the input
+        kind = "in-out argument" if is_in_out else "output"
         unstored_value = f"keeps the value of input {aliased_input}" if has_alias else "consists of zeros"
         shown_index = fix_index if call.buffers[buffer].shape else "()"
         alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
@@ -2326,12 +2311,12 @@ def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "",
 # Without a batch, `handler` calls `inner_loop` for one slice.  In an inner loop, each buffer has a pointer to its first
 # slice and a step to the next one, as in the inner loops of NumPy's ufuncs.
 #
-# `run_batch` is the batch scheduler, compiled once per process.  The code of the other two (6.5) depends on the
+# `run_batch` is the batch scheduler, compiled once per process.  The code of the other two (6.6) depends on the
 # signature (5.1) and the emitter.  The emitter of a backend (6.1) writes the part of `inner_loop` that runs the slices.
 #
 # Invariants:
-# - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run by one thread, and exactly once,
-#   unless another slice fails.
+# - Threads.  `handler` runs on a thread of XLA without the GIL.  Each slice is run (on a GPU: launched) by one thread,
+#   and exactly once, unless another slice fails.
 # - Order.  A result aliased to an input holds the input's values before any slice runs.
 # - Lifetimes.  The frame and the buffers live until `handler` returns.  Loaded machine code lives forever (3.3).
 # - Errors.  An XLA_FFI_Error* belongs to the function that receives it, which returns it or destroys it.
@@ -2377,7 +2362,7 @@ class _Emitter:
     report_address: int = 0  # Numba on CPUs: of a C function that takes a Python exception, and returns its message
     # A `_native_lock_address` that is held while slices run, or 0.  Kernels with the same lock never overlap.
     lock_address: int = 0
-    in_order: bool = True  # whether the slices of a call run one after another, on the thread that XLA calls from
+    in_order: bool = True  # whether the thread that XLA calls from runs or launches all slices of a call, in order
     starts_threads: bool = False  # whether the kernel starts threads, which inherit the floating-point environment
     libcuda: _LibCuda | None = None  # the CUDA driver, if the buffers are in a GPU's memory
     traits: int = 0  # XLA_FFI_Metadata.traits: 0 or, on GPUs, `_COMMAND_BUFFER_COMPATIBLE`
@@ -2391,15 +2376,16 @@ class _Emitter:
         raise NotImplementedError
 
 
-# {thread: its last error message}.  XLA copies a message before the thread can store another one.
+# {thread: its last error message}.  `XLA_FFI_Error_Create`, which is called next, copies the message.
 _ERROR_MESSAGES: dict[int, Any] = {}
 
 
 def _store_error_message(error: BaseException, label: str) -> int:
     """Store the message of a kernel's exception as a C string, and return its address.
 
-    The callers are callbacks of machine code, so this function must not raise.  If it did, a callback `report` would
-    return an undefined address.  A KeyboardInterrupt could cause that, but `report` takes only microseconds.
+    If this function raised, the callbacks named `report` (6.6, 7.5, 9.5) would return an undefined address.  Only a
+    KeyboardInterrupt could cause that, but they take microseconds.  The callback of `_CallbackEmitter` may take long,
+    because it runs a user's function, so its message is set beforehand.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     advice = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # the text of NumPy's error
@@ -2428,14 +2414,17 @@ def _store_error_message(error: BaseException, label: str) -> int:
 #     ir.ret(x, when=y)                             if (y) return x;            (x is evaluated in any case)
 #
 # `if` and `for` of Python decide which instructions are generated: `for k in range(3)` generates its body three times.
-# In 6.5, the number of buffers, the ranks and the aliases are Python values, from the signature.  In 6.4, even the
+# In 6.6, the number of buffers, the ranks and the aliases are Python values, from the signature.  In 6.4, even the
 # number of buffers is a run-time value, because all handlers share this code.
 #
-# `ret` and `fail_inner_loop` return from the generated function, not from the Python function that calls them.  In
-# docstrings, "Load x" describes the generated code, and "Generate ..." the Python function.  "Return x" means that the
-# Python function returns an object that stands for x.  If it is passed to `define`, the C function returns x.  This
-# holds for all functions with an `ir`, and for the methods of `_IRBuilder` and its subclasses, here and in 7.5, 9.5 and
-# 10.4.  The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`.
+# Docstrings here, in 7.5, 9.5 and 10.4 describe the generated code.  "Return x" means that the Python function returns
+# an object that stands for x.  `define` makes x the result of a C function.  `ret` and `fail_inner_loop` end the
+# generated function, but not the Python function:
+#
+#     with ir.if_(error):
+#         ir.ret(error)     # generates `return error;`
+#
+# The only Python functions that run in calls are those passed to `ctypes.CFUNCTYPE`, and the functions that they call.
 
 type _Value = _Int64 | int  # a run-time value; an int is a constant of the generated code
 
@@ -2473,7 +2462,7 @@ class _Int64:
     def __bool__(self) -> bool:
         raise TypeError(
             "An _Int64 has no truth value, because its value exists only when the generated code runs. Write "
-            "`with ir.if_(x):` instead of `if x:`, and `x & y` instead of `x and y`."
+            "`with ir.if_(x):` instead of `if x:`. If x and y are 0 or 1, write `x & y` instead of `x and y`."
         )
 
 
@@ -2485,7 +2474,7 @@ class _StructPointer(_Int64):
     """
 
     def __init__(self, ir: _IRBuilder, struct_type: Any, address: _Value) -> None:
-        vars(self).update(ir=ir, struct_type=struct_type, value=ir.llvm_value(address))  # generates no stores
+        vars(self).update(ir=ir, struct_type=struct_type, value=ir.llvm_value(address))  # bypasses `__setattr__`
 
     def __getitem__(self, index: _Value) -> _StructPointer:
         return _StructPointer(self.ir, self.struct_type, self + index * ctypes.sizeof(self.struct_type))
@@ -2514,8 +2503,7 @@ class _Variable(ctypes.Structure):
 
 
 # From 2 KiB on, glibc's memset uses `rep stosb`, which takes 40 ns to start on an AMD EPYC.  To avoid it, less than
-# 8 KiB is zeroed in pieces of 1 KiB.  For 1,000 float32, zeros cost 17% of the time of a sum x + y with pieces, and
-# 28% without.
+# 8 KiB is zeroed in pieces of 1 KiB.
 _MIN_WHOLE_MEMSET_NBYTES = 1 << 13
 
 
@@ -2602,21 +2590,19 @@ class _IRBuilder:
     def load(self, address: _Value, nbytes: int = 8) -> _Int64:
         """Load a signed integer of this size."""
         value = self.llvm_builder.load(self._pointer(address, nbytes))
-        return _Int64(self, value if nbytes == 8 else self.llvm_builder.sext(value, self.i64))
+        return _Int64(self, self.llvm_builder.sext(value, self.i64))  # unchanged if it has 8 bytes
 
     def store(self, value: Any, address: _Value, nbytes: int = 8) -> None:
         """Store an integer of this size."""
-        value = self.llvm_value(value)
-        if nbytes != 8:
-            value = self.llvm_builder.trunc(value, self.llvmlite_ir.IntType(8 * nbytes))
-        self.llvm_builder.store(value, self._pointer(address, nbytes))
+        truncated = self.llvm_builder.trunc(self.llvm_value(value), self.llvmlite_ir.IntType(8 * nbytes))
+        self.llvm_builder.store(truncated, self._pointer(address, nbytes))
 
     def copy_bytes(self, destination: _Value, source: _Value, nbytes: _Value) -> None:
         pointers = self._pointer(destination), self._pointer(source)
         self.cgutils.raw_memcpy(self.llvm_builder, *pointers, self.llvm_value(nbytes), 1)
 
     def set_to_zeros(self, address: _Int64, nbytes: _Int64) -> None:
-        piece_nbytes = self.select(nbytes < _MIN_WHOLE_MEMSET_NBYTES, 1024, nbytes)
+        piece_nbytes = self.select(nbytes < _MIN_WHOLE_MEMSET_NBYTES, 1024, nbytes)  # `nbytes`: the loop runs once
         bounds = self.llvm_value(0), self.llvm_value(nbytes), self.llvm_value(piece_nbytes)
         with self.cgutils.for_range_slice(self.llvm_builder, *bounds) as (index, _):
             start = _Int64(self, index)
@@ -2639,9 +2625,7 @@ class _IRBuilder:
 
     def variable(self, start: _Value) -> _StructPointer:
         """Return a variable on the stack.  Its attribute `current` can be read and assigned to, also within loops."""
-        variable = self.alloca(_Variable)
-        variable.current = start
-        return variable
+        return self.new_struct(_Variable, current=start)
 
     def array(self, values: Sequence[_Value]) -> _Int64:
         """Return the address of an int64 array on the stack that holds these values."""
@@ -2667,7 +2651,7 @@ class _IRBuilder:
     # -- control flow --
 
     def ret(self, value: _Value, when: _Int64 | None = None) -> None:
-        """Return `value` from the generated function.  With `when`, return only if this condition is not 0."""
+        """End the generated function, which returns `value`.  With `when`, only if this condition is not 0."""
         if when is None:
             self.llvm_builder.ret(self.llvm_value(value))
             return
@@ -2675,7 +2659,7 @@ class _IRBuilder:
             self.ret(value)
 
     def if_(self, condition: _Int64) -> Any:
-        """Return a context manager, within which instructions run only if the condition is not 0.
+        """Generate an `if`: instructions within this context manager run only if the condition is not 0.
 
         LLVM places these instructions after the others, because most conditions stand for errors or rare cases.
         """
@@ -2744,7 +2728,7 @@ def _load_code(code: bytes) -> Any:
 #
 #     run_batch                         computes strides and rows, and chooses one of three ways:
 #         run_range                     on this thread: for one slice, or if the slices must run in order
-#             inner_loop (6.5)          on consecutive slices
+#             inner_loop (6.6)          on consecutive slices
 #         run_parallel                  on several threads: if an earlier call showed that this pays off
 #             allocate_shared_state     allocates the state that the threads share
 #             worker_loop               on each thread: claims chunks of slices and runs them
@@ -2839,7 +2823,7 @@ _WAIT_LOCK = 1  # pythread.h: PyThread_acquire_lock waits until the lock is free
 # Estimates, in microseconds of work:
 _MIN_MEASURABLE_US = 1  # `run_serial_and_measure` does not extrapolate from a shorter time
 _MIN_PARALLEL_US = 40  # for less work, it does not pay off to wake threads
-_US_PER_TASK = 15  # a task, which wakes a thread, is queued for so much work; if no chunk is left, it ends at once
+_US_PER_TASK = 15  # one task is queued per 15 us of work, so more than chunks; if no chunk is left, a task ends at once
 _CHUNK_US = 20  # a thread claims this much work at a time; not all of its share, because cores differ in speed
 
 
@@ -2910,10 +2894,7 @@ class _BatchScheduler(_IRBuilder):
         return self.call("run_serial_and_measure", batch)
 
     def _add_dimension(self, batch: _StructPointer, axis: _Int64) -> None:
-        """Compute the size of a batch dimension, and its stride in each buffer.
-
-        `batch.n_slices` and `buffer.n_own_slices`, the products of the later dimensions, are multiplied by this one.
-        """
+        """Compute the size of a batch dimension and its stride in each buffer, and multiply numbers of slices by it."""
         n_buffers = batch.handler_data.n_buffers
         size = self.variable(1)
         with self.loop(n_buffers) as k:
@@ -2923,6 +2904,7 @@ class _BatchScheduler(_IRBuilder):
                 own_size.current = self.load(buffer.batch_dims + axis * 8)
             broadcasts = own_size.current == 1
             size.current = self.select(broadcasts, size.current, own_size.current)
+            # So far, `n_own_slices` is the product of the later dimensions.
             stride = self.select(broadcasts, 0, buffer.slice_nbytes * buffer.n_own_slices)
             self.store(stride, self._stride_address(batch, axis, k))
             buffer.n_own_slices = buffer.n_own_slices * own_size.current
@@ -3086,7 +3068,9 @@ class _BatchScheduler(_IRBuilder):
             error = self.call("run_range", shared.batch, first, stop)
             ticks = self.call("now") - began
             n_settled = self.variable(stop - first)
-            with self.if_(error == 0):  # even of a short last chunk: a low estimate only means a new measurement
+            # The estimate may be wrong, for example from a short last chunk.  If it is low, `run_serial_and_measure`
+            # measures the next call.  If it is high, the next call wakes threads for too little work, and they measure.
+            with self.if_(error == 0):
                 self._record_time(shared.batch, ticks, stop - first)
             with self.if_(error):
                 n_settled.current = n_settled.current + self._cancel_unclaimed(shared)
@@ -3119,13 +3103,88 @@ def _scheduler_engine() -> Any:
     return _load_code(_BatchScheduler().compile())
 
 
-# -- 6.5 The handler of one signature and one emitter --------------------------------------------------
+# -- 6.5 CUDA's driver ---------------------------------------------------------------------------------
+
+# cuda.h: CUfunction_attribute and CUdevice_attribute
+_FUNC_MAX_THREADS_PER_BLOCK = 0
+_FUNC_STATIC_SHARED_BYTES = 1
+_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
+_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
+
+
+class _LibCuda:
+    """The library libcuda (CUDA's driver).  Python calls it with these methods, and handlers call its addresses."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(getattr(self.library, name), _PTR).value or 0
+
+    def describe(self, code: int) -> str:
+        """Return CUDA's name for an error code."""
+        name = ctypes.c_char_p()
+        self.library.cuGetErrorName(code, ctypes.byref(name))
+        return (name.value or b"an unknown error").decode()
+
+    def exceeded_limits_text(self, function: int, config: _LaunchConfig) -> str:
+        """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
+        threads = "threads in a block, because of its registers or launch bounds"
+        text = ""
+        for attribute, size, unit in (
+            (_FUNC_MAX_THREADS_PER_BLOCK, config.threads_per_block, threads),
+            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config.shared_mem, "bytes of dynamic shared memory"),
+        ):
+            with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
+                limit = self.function_attribute(function, attribute)
+                if size > limit:
+                    text += f"; on this GPU the kernel can have at most {limit} {unit}, and the launch has {size}"
+        return text
+
+    def function_attribute(self, function: int, attribute: int) -> int:
+        """Return an attribute of a CUfunction."""
+        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the driver.  Raise a RuntimeError if it fails."""
+        if code := getattr(self.library, name)(*args):
+            raise RuntimeError(f"{name} failed with {self.describe(code)}")
+
+    def get(self, kind: Any, name: str, *args: Any) -> int:
+        """Call a function of the driver whose first argument points to its result, and return the result, a `kind`."""
+        result = kind()
+        self.call(name, ctypes.byref(result), *args)
+        return result.value or 0  # the value of a null pointer is None
+
+    @contextlib.contextmanager
+    def keeping_context(self) -> Iterator:
+        """Restore the current context at the end, because Warp may make another one current."""
+        context = self.get(_PTR, "cuCtxGetCurrent")
+        try:
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", _PTR(context))
+
+    def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
+        """Load machine code in the current context, and return the CUfunction `entry`.  It is never unloaded.
+
+        Its launches may have as much dynamic shared memory as the device allows.
+        """
+        module = self.get(_PTR, "cuModuleLoadData", cubin)
+        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
+        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
+        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
+        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
+        return function
+
+
+# -- 6.6 The handler of one signature and one emitter --------------------------------------------------
 
 _HANDLER_CODE: dict[tuple, bytes] = {}  # {the key of `_compile_handler`: object code}
 
 # On a CPU, the slices of an inner loop have at most about this size in all buffers together, unless it is one slice.
-# So zeroed results are still in the L1 cache, which is often this large, when the slices run.  Zeros of 64 slices of
-# 400 KB cost 8 to 17% of the time of a sum x + y if each slice was zeroed right before it ran, else 50 to 70%.
+# So zeroed results are still in the L1 cache, which is often this large, when the slices run.  Larger slices are zeroed
+# one at a time.  Zeroing 64 slices of 400 KB at once would take up to 70% of the time of a sum x + y.
 _INNER_LOOP_NBYTES = 1 << 15
 
 _HUGE_PAGE_MIN_NBYTES = 1 << 22  # NumPy uses huge pages from this size on, too
@@ -3194,8 +3253,7 @@ class _HandlerBuilder(_IRBuilder):
                 self.set_to_zeros(result.pointer, result.slice_nbytes * count)
         self._lock_and_set_environment()
         self.emitter.write(self, frame, buffers, count)
-        self._restore_environment_and_unlock()
-        return 0
+        return 0  # for `ret`, which reverts `_lock_and_set_environment`
 
     def _lock_and_set_environment(self) -> None:
         """Acquire the emitter's lock.  If the kernel starts threads, set the default floating-point environment.
@@ -3210,12 +3268,14 @@ class _HandlerBuilder(_IRBuilder):
             self.call("fegetenv", self.saved_environment)
             self.call("fesetenv", _FE_DFL_ENV)
 
-    def _restore_environment_and_unlock(self) -> None:
-        """Revert `_lock_and_set_environment`.  This is generated before each `return` of `inner_loop`."""
-        if self.sets_environment:
-            self.call("fesetenv", self.saved_environment)
-        if self.emitter.lock_address:
-            self.call("PyThread_release_lock", self.handler_data.lock_address)
+    def ret(self, value: _Value, when: _Int64 | None = None) -> None:
+        """End the generated function.  If it is `inner_loop`, first revert `_lock_and_set_environment`."""
+        if when is None and self.llvm_builder.function.name == "inner_loop":
+            if self.sets_environment:
+                self.call("fesetenv", self.saved_environment)
+            if self.emitter.lock_address:
+                self.call("PyThread_release_lock", self.handler_data.lock_address)
+        super().ret(value, when)
 
     @contextlib.contextmanager
     def each_slice(self, buffers: _StructPointer, count: _Int64) -> Iterator[list[_KernelArray]]:
@@ -3232,8 +3292,8 @@ class _HandlerBuilder(_IRBuilder):
         """Generate a loop over batch launches, each of at most `max_slices` of `count` slices.
 
         Yields:
-          The arrays of a launch, and its number of slices.  The first dimension of an array is that number, or 1 if all
-          slices share the array or are empty.
+          The arrays of a launch, and its number of slices.  The first dimension of an array is that number, or 1 if its
+          step is 0, because all slices share the array or are empty.
         """
         first_arrays = self._first_arrays(buffers)
         with self.loop((count + (max_slices - 1)) // max_slices) as launch:
@@ -3335,7 +3395,7 @@ class _HandlerBuilder(_IRBuilder):
                 nbytes.current = nbytes.current * self.load(result.dims + 8 * axis)
             if not self.emitter.libcuda:
                 self._use_huge_pages(result.data, nbytes.current)
-            if self.emitter.libcuda and j in signature.zeroed:  # on a CPU, `inner_loop` zeroes
+            elif j in signature.zeroed:  # on a CPU, `inner_loop` zeroes
                 self._write_gpu_memory(frame, nbytes.current, "cuMemsetD8Async", result.data, 0)
             if j in input_of_result:
                 source = xla_buffers[input_of_result[j]].data
@@ -3377,7 +3437,7 @@ class _HandlerBuilder(_IRBuilder):
         callback = ctypes.CFUNCTYPE(_PTR, _I32)(report)
         self.callbacks.append(callback)
         with self.if_(nbytes > 0):
-            code = self.call(libcuda.address(driver_function), *args, nbytes, _load_stream(self, frame))
+            code = self.call(libcuda.address(driver_function), *args, nbytes, self.load_stream(frame))
             with self.if_(code & 0xFFFF_FFFF):  # the result is a C int
                 self.ret(self._create_error(frame, self.call(callback, code)))
 
@@ -3389,17 +3449,31 @@ class _HandlerBuilder(_IRBuilder):
     # -- for emitters --
 
     def fail_inner_loop(self, frame: _StructPointer, message: _Int64) -> None:
-        """Return an error from `inner_loop`.  `message` is the address of a C string."""
-        error = self._create_error(frame, message)
-        self._restore_environment_and_unlock()
-        self.ret(error)
+        """End the generated `inner_loop`, which returns an error.  `message` is the address of a C string."""
+        self.ret(self._create_error(frame, message))
 
     def launch_attribute(self, frame: _StructPointer) -> _Int64:
         """Return the address of the elements of the launch attribute, which is the only attribute of a call."""
         return _StructPointer(self, XLA_FFI_Array, self.load(frame.attrs.attrs)).data
 
+    def load_stream(self, frame: _StructPointer) -> _Int64:
+        """Load the stream of the call."""
+        return self._query_xla(frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
 
-# -- 6.6 Slices that run in Python ---------------------------------------------------------------------
+    def load_stream_and_device(self, frame: _StructPointer) -> tuple[_Int64, _Int64]:
+        """Load the stream and the CUDA ordinal of the call."""
+        ordinal = self._query_xla(frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
+        return self.load_stream(frame), ordinal
+
+    def _query_xla(self, frame: _StructPointer, function: str, args_struct: Any) -> Any:
+        """Return a struct that a function of XLA's API fills in.  If it fails, end the function with the error."""
+        args = self.new_struct(args_struct, ctx=frame.ctx)
+        error = self.call_api(frame, function, args)
+        self.ret(error, when=error)
+        return args
+
+
+# -- 6.7 Slices that run in Python ---------------------------------------------------------------------
 
 
 class _CallbackEmitter(_Emitter):
@@ -3428,7 +3502,7 @@ class _CallbackEmitter(_Emitter):
             try:
                 values = iter(words[:i_message])
                 buffers = [(next(values), tuple(itertools.islice(values, rank))) for rank in signature.ranks]
-                launch_address, stream, ordinal = values
+                launch_address, stream, ordinal = values  # the three words after the buffers
                 body(buffers, launch_address, stream, ordinal)
             except BaseException as error:  # no exception may unwind into XLA
                 message = _store_error_message(error, signature.label)
@@ -3441,7 +3515,7 @@ class _CallbackEmitter(_Emitter):
         self.interrupted = ctypes.create_string_buffer(interrupted.encode("utf-8", "replace"))
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        stream_and_device = _load_stream_and_device(ir, frame) if self.libcuda else (0, 0)
+        stream_and_device = ir.load_stream_and_device(frame) if self.libcuda else (0, 0)
         with ir.each_slice(buffers, count) as arrays:
             words = [word for array in arrays for word in (array.pointer, *array.dims)]
             words += [ir.launch_attribute(frame), *stream_and_device, ctypes.addressof(self.interrupted)]
@@ -3450,104 +3524,6 @@ class _CallbackEmitter(_Emitter):
             message = ir.load(memory + 8 * (len(words) - 1))
             with ir.if_(message):
                 ir.fail_inner_loop(frame, message)
-
-
-# -- 6.7 GPUs: CUDA's driver, and the stream of a call ---------------------------------------------------
-# This is for 6.5, 6.6, and the emitters of sections 9 and 10.
-
-# cuda.h: CUfunction_attribute and CUdevice_attribute
-_FUNC_MAX_THREADS_PER_BLOCK = 0
-_FUNC_STATIC_SHARED_BYTES = 1
-_FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
-_DEVICE_MAX_SHARED_BYTES_OPTIN = 97
-
-
-class _LibCuda:
-    """The library libcuda (CUDA's driver).  Python calls it with these methods, and handlers call its addresses."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-
-    def address(self, name: str) -> int:
-        return ctypes.cast(getattr(self.library, name), _PTR).value or 0
-
-    def describe(self, code: int) -> str:
-        """Return CUDA's name for an error code."""
-        name = ctypes.c_char_p()
-        self.library.cuGetErrorName(code, ctypes.byref(name))
-        return (name.value or b"an unknown error").decode()
-
-    def exceeded_limits_text(self, function: int, config: _LaunchConfig) -> str:
-        """Return a text with the limits of a CUfunction that a launch exceeds, or an empty text."""
-        threads = "threads in a block, because of its registers or launch bounds"
-        text = ""
-        for attribute, size, unit in (
-            (_FUNC_MAX_THREADS_PER_BLOCK, config.threads_per_block, threads),
-            (_FUNC_MAX_DYNAMIC_SHARED_BYTES, config.shared_mem, "bytes of dynamic shared memory"),
-        ):
-            with contextlib.suppress(RuntimeError):  # after some errors, every call of the driver fails
-                limit = self.function_attribute(function, attribute)
-                if size > limit:
-                    text += f"; on this GPU the kernel can have at most {limit} {unit}, and the launch has {size}"
-        return text
-
-    def function_attribute(self, function: int, attribute: int) -> int:
-        """Return an attribute of a CUfunction."""
-        return self.get(_I32, "cuFuncGetAttribute", attribute, _PTR(function))
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call a function of the driver.  Raise a RuntimeError if it fails."""
-        if code := getattr(self.library, name)(*args):
-            raise RuntimeError(f"{name} failed with {self.describe(code)}")
-
-    def get(self, kind: Any, name: str, *args: Any) -> int:
-        """Call a function of the driver, whose first argument is a pointer to its result.  Return the result.
-
-        `kind` is the C type of the result.
-        """
-        result = kind()
-        self.call(name, ctypes.byref(result), *args)
-        return result.value or 0  # the value of a null pointer is None
-
-    @contextlib.contextmanager
-    def keeping_context(self) -> Iterator:
-        """Restore the current context at the end, because Warp may make another one current."""
-        context = self.get(_PTR, "cuCtxGetCurrent")
-        try:
-            yield
-        finally:
-            self.call("cuCtxSetCurrent", _PTR(context))
-
-    def load(self, cubin: bytes, entry: str, ordinal: int) -> int:
-        """Load machine code in the current context, and return the CUfunction `entry`.  It is never unloaded.
-
-        Its launches may have as much dynamic shared memory as the device allows.
-        """
-        module = self.get(_PTR, "cuModuleLoadData", cubin)
-        function = self.get(_PTR, "cuModuleGetFunction", _PTR(module), entry.encode())
-        max_shared_bytes = self.get(_I32, "cuDeviceGetAttribute", _DEVICE_MAX_SHARED_BYTES_OPTIN, ordinal)
-        max_dynamic_bytes = max_shared_bytes - self.function_attribute(function, _FUNC_STATIC_SHARED_BYTES)
-        self.call("cuFuncSetAttribute", _PTR(function), _FUNC_MAX_DYNAMIC_SHARED_BYTES, max_dynamic_bytes)
-        return function
-
-
-def _query_xla(ir: _HandlerBuilder, frame: _StructPointer, function: str, args_struct: Any) -> Any:
-    """Call a function of XLA's API that fills in its struct of arguments.  If it fails, return its error to XLA."""
-    args = ir.new_struct(args_struct, ctx=frame.ctx)
-    error = ir.call_api(frame, function, args)
-    ir.ret(error, when=error)
-    return args
-
-
-def _load_stream(ir: _HandlerBuilder, frame: _StructPointer) -> _Int64:
-    """Load the stream of the call."""
-    return _query_xla(ir, frame, "Stream_Get", XLA_FFI_Stream_Get_Args).stream
-
-
-def _load_stream_and_device(ir: _HandlerBuilder, frame: _StructPointer) -> tuple[_Int64, _Int64]:
-    """Load the stream and the CUDA ordinal of the call."""
-    ordinal = _query_xla(ir, frame, "DeviceOrdinal_Get", XLA_FFI_DeviceOrdinal_Get_Args).device_ordinal
-    return _load_stream(ir, frame), ordinal
 
 
 # ======================================================================================================
@@ -5552,6 +5528,30 @@ class _CudaKernel(_CudaWrapper):
         return compiler.handler_with_launch_per_slice()
 
 
+def _check_call_signature(
+    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = (), advice: str = ""
+) -> None:
+    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
+
+    Args:
+      signature, subject: the signature of the user's function, and the function, as the subject of the message.
+      args: the positional arguments: specs, or texts that describe them, such as "a stream".
+      params: the names of the keyword arguments.
+      advice: another fix, after a space, such as " To register a function f of arrays, pass lambda: f."  Default: none.
+    """
+    try:
+        signature.bind(*args, **dict.fromkeys(params))
+    except TypeError as error:
+        passed = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
+        fix = "Declare a parameter for each argument."
+        if str(error).startswith("missing"):  # "missing a required argument: 'x'"
+            fix = "Remove the parameters that are not passed."
+            if not args:  # a generator of an op gets only the op's static parameters
+                fix = "Pass the missing parameters to the op by name, or remove them."
+        prefix = f"{subject} takes {signature}, but this call passes ({passed})"
+        raise TypeError(f"{prefix}: {error}. {fix}{advice}") from None
+
+
 class _CudaCallable(_CudaWrapper):
     """The wrapper of a Python function that launches Numba CUDA kernels."""
 
@@ -6046,7 +6046,7 @@ class _CudaLauncher:
 
         The Python function takes the addresses of the kernel's parameters, and optionally another z of the grid.
         """
-        stream, ordinal = _load_stream_and_device(ir, frame)
+        stream, ordinal = ir.load_stream_and_device(frame)
         function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
         config = _load_launch_config(ir, frame)
 
