@@ -144,9 +144,9 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "numba 0.64": Condition(
         lambda: numba_version() >= (0, 64), "older Numba types the copy by np.ascontiguousarray as read-only"
     ),
-    "compiler": Condition(not SIMULATOR, "the simulator compiles nothing"),
+    "outside simulator": Condition(not SIMULATOR, "the simulator compiles nothing"),
     "fake driver": Condition(HAS_FAKE_DRIVER, "test_cuda_fake_driver runs it"),
-    "real driver": Condition(not HAS_FAKE_DRIVER, "runs once, without the fake driver"),
+    "outside fake driver": Condition(not HAS_FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
     "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs fork, omp, float modes", tested=True),
     "cores": Condition(os.cpu_count() > 1 and sys.platform != "win32", "needs two cores, POSIX threads", tested=True),
@@ -449,7 +449,8 @@ class FakeCudaDriver(FakeXlaGpu):
     """The fake GPUs together with the fake `libcuda.so.1`.
 
     The text of a launch is, for example, "native 0: 7,2,3 x 32,1,1 +64": a handler ("native") or a package ("numba")
-    launched on GPU 0 a grid of (7, 2, 3) blocks of (32, 1, 1) threads with 64 bytes of dynamic shared memory.
+    launched on GPU 0 a grid of (7, 2, 3) blocks of (32, 1, 1) threads with 64 bytes of dynamic shared memory.  If the
+    stream is not that of the call, the text ends with "on another stream".
     """
 
     def __init__(self):
@@ -593,7 +594,8 @@ def fake_warp_gpu(monkeypatch):
 class DriverRecorder:
     """Records the launches, and the sizes of the memsets, by all handlers of the session.
 
-    A handler contains the addresses of driver functions.  It gets those of callbacks, which call the functions, too.
+    The library writes the address of `cuLaunchKernel` into handlers.  Here, it is the address of a callback, which
+    records the call and then calls `cuLaunchKernel`.
     """
 
     def __init__(self):

@@ -51,7 +51,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy as shallow_copy
 from copy import deepcopy
-from fractions import Fraction
+from fractions import Fraction  # noqa: F401  # in a table of expressions
 from functools import partial
 
 import jax
@@ -71,12 +71,18 @@ import conftest
 import xla_kernels as xk
 from conftest import lower_for_cuda, program_for_cuda, run_for_cuda, targets_in, x64
 
-cuda = conftest.cuda_module()
-cuda_float32 = np.float32 if "mlir" in getattr(cuda, "__name__", "") else numba.float32  # the simulator takes no dtype
 try:
     import warp as wp
 except ImportError:
     wp = None
+
+
+def is_successor(package_cuda):
+    """Return whether a `cuda` module is that of numba-cuda-mlir, the successor of numba-cuda."""
+    return getattr(package_cuda, "__name__", "") == "numba_cuda_mlir.cuda"
+
+
+cuda = conftest.cuda_module()
 
 
 # ======================================================================================================
@@ -92,7 +98,7 @@ except ImportError:
 #     Language          Numba, Cuda, Warp, Pallas, Jax: how kernels are written, decorated and wrapped
 #     BACKENDS          `numba_parallel` and others: a language, with options for its kernels and wrappers
 #
-# These classes are namespaces: they have no instances, and most of their functions take no `self`.
+# These classes are namespaces: they have no instances, and their functions take no `self`.
 #
 # `unsupported` lists what cannot run, with the technical reason.  The fields `transformations` and `dtypes` select the
 # cells of an operation and of a backend, so that no two cells test the same code.
@@ -435,7 +441,8 @@ class Hadamard(Operation):
     def element(i, j, x, y, out):
         out[i, j] = Scalar(2.0) * x[i, j] * y[i, j]
 
-    def differentiate(op):
+    @classmethod
+    def differentiate(cls, op):
         """Give an op rules that call it on the backend of the call."""
 
         def tangent_of_x(tangent, x, y, **params):
@@ -482,12 +489,13 @@ class CsrEvent(Operation):
         "grad_of_scan", "jvp_of_grad",
     )  # fmt: skip
 
-    def inputs(rng, dtype):
-        counts = rng.integers(0, 5, CsrEvent.rows)
+    @classmethod
+    def inputs(cls, rng, dtype):
+        counts = rng.integers(0, 5, cls.rows)
         indptr = np.append(0, counts.cumsum()).astype(np.int32)
-        row_indices = [rng.choice(CsrEvent.columns, count, replace=False) for count in counts]
+        row_indices = [rng.choice(cls.columns, count, replace=False) for count in counts]
         indices = np.concatenate(row_indices).astype(np.int32)
-        return [random_array(rng, indices.size, dtype), indices, indptr, rng.random(CsrEvent.rows) < 0.5]
+        return [random_array(rng, indices.size, dtype), indices, indptr, rng.random(cls.rows) < 0.5]
 
     def reference(data, indices, indptr, spikes):
         elements, columns = np.arange(indices.size), np.arange(CsrEvent.columns)
@@ -542,7 +550,10 @@ OPERATIONS = {operation.name: operation for operation in Operation.__subclasses_
 
 
 def inputs_and_batch(operation, dtype):
-    """Return the inputs of an operation, and eight different slices of each."""
+    """Return the inputs of an operation, and eight slices of each, whose elements are rotated.
+
+    A rotated `indptr` of csr_event decreases once.  This row is empty, for the kernels and for the reference.
+    """
     inputs = operation.inputs(np.random.default_rng(0), np.dtype(dtype))
     batch = [np.stack([np.roll(x, k) for k in range(8)]) for x in inputs]
     return tuple(inputs), tuple(batch)
@@ -630,10 +641,7 @@ class Language:
 
 
 class Numba(Language):
-    unsupported = {
-        "float16": "Numba has no arithmetic of float16 on CPUs",
-        "bfloat16": "Numba has no bfloat16",
-    }  # fmt: skip
+    unsupported = {"float16": "Numba has no arithmetic of float16 on CPUs", "bfloat16": "Numba has no bfloat16"}
 
     def opening(indices):
         for axis, index in enumerate(indices):
@@ -703,7 +711,8 @@ class Warp(Language):
 class Pallas(Language):
     """Pallas interpreted, with one program for each element."""
 
-    def kernel(operation, dtype):
+    @classmethod
+    def kernel(cls, operation, dtype):
         return types.FunctionType(operation.element.__code__, {**globals(), **operation.params, "Scalar": dtype.type})
 
     def wrap(operation, element, outs, name):
@@ -718,7 +727,8 @@ class Pallas(Language):
 class Jax(Language):
     """JAX functions: the reference."""
 
-    def kernel(operation, dtype):
+    @classmethod
+    def kernel(cls, operation, dtype):
         return reference_of(operation)
 
     def wrap(operation, reference, outs, name):
@@ -889,7 +899,7 @@ def test_matrix(name, backend_name, transformation, dtype):
     jax.tree.map(np.testing.assert_array_equal, (inputs, batch), before)
 
 
-def test_matrix_knows_all_names_and_covers_each_language():
+def test_cells_have_known_names_and_cover_each_language():
     """A misspelled name would have no effect.  Each language has cells of all dtypes and transformations."""
     transformations = {*SAME_RESULTS_AS, *SAME_RESULTS_AS.values(), *VMAPS, *ON_FOUR_DEVICES, *DTYPE_SWEEP}
     dtypes = {*itertools.chain(*DTYPE_SWEEP.values())}
@@ -914,7 +924,6 @@ def test_matrix_knows_all_names_and_covers_each_language():
 # Most kernels are strings, in tables.  The library analyzes the compiled code of a Numba kernel, not its source, so a
 # kernel from a string is checked like any other.
 
-needs_gpu = pytest.mark.needs("gpu")
 needs_four_devices = pytest.mark.needs("four devices")
 needs_cuda = pytest.mark.needs("cuda")  # a GPU, or Numba's simulator
 needs_warp = pytest.mark.needs("warp")
@@ -1047,11 +1056,6 @@ def pattern_of(text):
     return "(?s)" + ".*".join(map(re.escape, text.split(".*")))
 
 
-def words_of(value):
-    """Return the first words of a text or a dictionary, as an ID."""
-    return " ".join(re.findall(r"\w+", str(value))[:8])
-
-
 RUNTIME_ERRORS = (ValueError, JaxRuntimeError)  # jaxlib's fast path raises the first
 
 
@@ -1068,9 +1072,9 @@ def target_of(function, *specs):
 
 
 def in_threads(work, args):
-    """Run `work(arg)` in one thread per argument, and raise the first exception."""
+    """Run `work(arg)` in one thread per argument, and return the results or raise the first exception."""
     with ThreadPoolExecutor(len(args)) as pool:
-        list(pool.map(work, args))
+        return list(pool.map(work, args))
 
 
 ROOT = pathlib.Path(__file__).parent
@@ -1090,9 +1094,9 @@ def run_python(*args, cwd=ROOT, timeout=900, **environment):
 
 
 def run_in_new_process(*functions, **environment):
-    """Run functions of this file as tests, one after another, in a new process without conftest.py.
+    """Run functions of this file as tests, one after another, in a new process.
 
-    pytest shows the values in a failed assertion.  Plugins and options of conftest.py would create JAX's backends.
+    pytest shows the values in a failed assertion.  It loads no plugins from conftest.py, which create JAX's backends.
     """
     names = [function.__name__ for function in functions]
     options = ["-qs", "-n", "0", "-p", "no:cacheprovider", "--noconftest", "-o", f"python_functions={' '.join(names)}"]
@@ -1116,18 +1120,18 @@ def result_of(kernel, x=ONES):
 
 
 def test_kernels_with_attributes_share_no_target():
-    for default in (3, 4):
-        kernel = kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=3")
-        if default == 4:
-            kernel.__wrapped__ = kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=4")
-        assert result_of(kernel) == default + 0.125
+    """Numba reads the signature of a kernel, with its defaults, from the function in `__wrapped__`."""
+    plain, wrapping = [kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=3") for _ in range(2)]
+    wrapping.__wrapped__ = kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=4")
+    assert result_of(plain) == 3.125
+    assert result_of(wrapping) == 4.125
 
 
-def test_boundscheck_of_numba_config_is_part_of_target(monkeypatch):
-    kernel = kernel_from_body("out[0] = x[0] + 0.375")
-    first = target_of(wrap(kernel), ONES)
+def test_boundscheck_of_numba_config_recompiles_kernel(monkeypatch):
+    kernel = kernel_storing("x[x.size] + 0.375")
+    jax.eval_shape(wrap(kernel), ONES)
     monkeypatch.setattr(numba.config, "BOUNDSCHECK", 1)
-    assert target_of(wrap(kernel), ONES) != first
+    assert "IndexError" in error_of(wrap(kernel), ONES)
 
 
 def test_numba_options_distinguish_kernels_of_equal_code():
@@ -1212,7 +1216,7 @@ def test_modified_captured_array_recompiles_kernel(size, step):
 
 
 def test_captured_values_may_refer_to_each_other():
-    """The kernel only has an attribute of the list's name, and there are millions of paths through the modules."""
+    """`x.size` does not reference the global list `size`.  There are millions of paths through the modules."""
     recursive = [1.0]
     recursive.append(recursive)
     modules = {f"module_{i}": types.ModuleType(f"module_{i}") for i in range(10)}
@@ -1394,7 +1398,8 @@ def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
     scheduler = xk._load_code(OutOfMemory().compile())
     assert replaced
     monkeypatch.setattr(xk, "_scheduler_engine", lambda: scheduler)
-    assert run_slow_batch(name=new_name(f"without_{function}")) == 1
+    name = new_name(f"without_{function}")  # a new target, because those of other tests have another scheduler
+    assert run_slow_batch(name=name) == 1
 
 
 # -- calling conventions -------------------------------------------------------------------------------
@@ -1849,17 +1854,18 @@ def test_input_is_copied_only_if_the_kernel_may_store_to_it(statement, copied, c
 
 
 def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1):
-    """Call the target of a wrapper directly with `ffi_call`, so that each output holds sevens when the handler starts.
+    """Call a handler with outputs that hold sevens when it starts.
 
-    The kernel has an unused input for each output, followed by the inputs `operands`.  This call aliases the outputs to
-    the unused inputs, and the kernel's signature has no aliases.
+    The kernel has an input for each output, which it does not use.  For example, for `kernel(unused, x, out)`, this
+    function calls the target with sevens for `unused`, and tells XLA that `out` shares the memory of `unused`.  The
+    wrapper has no such alias, so its handler must overwrite the sevens with zeros.
     """
-    unused = [jnp.full_like(operands[0], 7)] * n_outs
-    specs = [spec(*x.shape[len(batch) :]) for x in (*unused, *operands)]
-    outs = [spec(*x.shape) for x in unused]
+    sevens = [jnp.full_like(operands[0], 7)] * n_outs
+    specs = [spec(*x.shape[len(batch) :]) for x in (*sevens, *operands)]
+    outs = [spec(*x.shape) for x in sevens]
     aliases = {j: j for j in range(n_outs)}
     call = jax.ffi.ffi_call(target_of(wrapper, *specs), outs, input_output_aliases=aliases)
-    return [np.asarray(out) for out in jax.jit(call)(*unused, *operands)]
+    return [np.asarray(out) for out in jax.jit(call)(*sevens, *operands)]
 
 
 READS_OUTPUT = {  # kernels that read outputs before they store to them, or store to some elements only
@@ -1948,7 +1954,8 @@ def test_call_without_outputs_runs_each_slice_if_last_input_is_unbatched():
     x = jnp.arange(5.0)[:, None]
     assert call(x, jnp.full(1, 5.0)) == ()
     jax.effects_barrier()
-    assert "found" in error_of(call, x, jnp.full(1, 4.0))
+    for element in x:
+        assert "found" in error_of(call, x, element)
 
 
 def test_scratch_is_not_a_result():
@@ -2067,11 +2074,12 @@ def test_collected_wrapper_leaves_its_handler():
     """XLA keeps raw pointers to registered handlers."""
     wrapper = wrap(kernel_storing("x[0] + 0.5"))
     program = jax.jit(wrapper).lower(ONES).compile()
-    reference = weakref.ref(wrapper)
-    del wrapper
+    owners = xk._COMPILED_HANDLERS[target_of(wrapper, ONES)].keep_alive
+    owner_of_machine_code, reference = weakref.ref(owners[0]), weakref.ref(wrapper)
+    del wrapper, owners
     jax.clear_caches()
     gc.collect()
-    assert reference() is None
+    assert reference() is None and owner_of_machine_code() is not None
     assert program(ONES)[0] == 1.5
 
 
@@ -2231,7 +2239,7 @@ def check_all_passed(outcomes, prefix, parameter="", skips_for=()):
 
 
 @pytest.mark.processes
-@pytest.mark.needs("linux", "compiler", "real driver", "no gpu", "gcc", "cuda package")
+@pytest.mark.needs("linux", "outside simulator", "outside fake driver", "no gpu", "gcc", "cuda package")
 def test_cuda_fake_driver(tmp_path):
     """Run the tests that need the fake driver, with the packages that are installed."""
     flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1".split()
@@ -2264,7 +2272,7 @@ def runs_in_simulator(operation, backend, transformation, dtype):
 
 
 @pytest.mark.processes
-@pytest.mark.needs("compiler")
+@pytest.mark.needs("outside simulator")
 def test_cuda_simulator(tmp_path):
     """Run the tests that need Numba CUDA.  Numba reads the variable when it is imported."""
     tests = names_of_tests("test_on_cuda_", "test_cudasim_", "test_docstring_examples", "test_documented_program")
@@ -2285,17 +2293,17 @@ def cuda_add(x, y, out):
         out[i] = x[i] + y[i]
 
 
-def cuda_identity(n, out):
-    i, j = cuda.grid(2)
-    out[i, j] = i == j
-
-
 cuda_jit = cuda.jit if cuda else identity
 cuda_helper = cuda.jit(device=True) if cuda else identity
 
 
 def cuda_kernel_from_body(code):
-    return cuda.jit(kernel_from_body(code))
+    return cuda_jit(kernel_from_body(code))
+
+
+def cuda_kernel_of_element(statement):
+    """Return a kernel that executes a statement for each index `i` of `out`."""
+    return cuda_kernel_from_body(f"i = cuda.grid(1)\nif i < out.size: {statement}")
 
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
@@ -2303,10 +2311,6 @@ def cuda_kernel_from_body(code):
 FAKE_DRIVER_PACKAGES = [
     pytest.param(module, marks=pytest.mark.needs("fake driver", package)) for module, package in CUDA_PACKAGES.items()
 ]
-
-
-def is_successor(package_cuda):
-    return package_cuda.__name__ == "numba_cuda_mlir.cuda"
 
 
 def for_package(package_cuda, function, **names):
@@ -2332,7 +2336,7 @@ def wrap_cuda(kernel, **options):
 # -- calls without a GPU ---------------------------------------------------------------------------------
 
 
-@pytest.mark.needs("cuda.jit", "compiler")
+@pytest.mark.needs("cuda.jit", "outside simulator")
 def test_cuda_empty_launch_adds_no_custom_call():
     """XLA cannot capture an empty launch in a CUDA graph."""
     options = {"launch_dims": lambda x: x.size - 3, "input_output_aliases": {0: 1}, "zero_outputs": False}
@@ -2343,7 +2347,7 @@ def test_cuda_empty_launch_adds_no_custom_call():
     check_close(run_for_cuda(call, jnp.arange(3.0)), ([0, 0, 0], [0, 1, 2]))
 
 
-@pytest.mark.needs("no gpu", "cuda.jit", "compiler")
+@pytest.mark.needs("no gpu", "cuda.jit", "outside simulator")
 def test_cuda_kernel_without_gpu_is_rejected():
     call = wrap_cuda(cuda.jit(cuda_add))
     for f in (call, call, jax.jit(call)):  # the second call does not use the result of a failed first one
@@ -2401,22 +2405,23 @@ CUDA_WRITES_TO_INPUT = {  # in ways that Numba CUDA does not reject
     "tuple": "pair = (x,) + (out,)\ncuda.atomic.add(pair[0], 0, 1)",
     "loop": "for _ in range(2):\n    cuda.atomic.add(out, 0, 1)\n    out = x",
 }  # fmt: skip
-NOT_COMPILED_BY_SUCCESSOR = {  # by numba-cuda-mlir 0.6, whose message contains this text
-    "star args": "Calling a closure with .*args is unsupported", "flat": "has triggered a compiler bug",
-}  # fmt: skip
+not_compiled_by_successor = pytest.mark.xfail(
+    is_successor(cuda), reason="numba-cuda-mlir 0.6 reports star args as unsupported, and `flat` as a compiler bug"
+)
 
 
 @needs_cuda
-@pytest.mark.parametrize("access", CUDA_WRITES_TO_INPUT)
-def test_on_cuda_write_to_input_raises(access):
+@pytest.mark.parametrize("code", [
+    pytest.param(code, marks=[not_compiled_by_successor] * (name in ("star args", "flat")), id=name)
+    for name, code in CUDA_WRITES_TO_INPUT.items()
+])  # fmt: skip
+def test_on_cuda_write_to_input_raises(code):
     """The simulator raises NumPy's error for read-only arrays."""
-    text = r"(writes|may write) to input 'x'.*in_out_argnames"
+    text = r"(?s)(writes|may write) to input 'x'.*in_out_argnames"
     if conftest.SIMULATOR:
         text = "(destination|array) is read-only"
-    elif is_successor(cuda):
-        text = NOT_COMPILED_BY_SUCCESSOR.get(access, text)
-    with pytest.raises((TypeError, *RUNTIME_ERRORS), match=f"(?s){text}"):
-        run_one_thread(CUDA_WRITES_TO_INPUT[access])
+    with pytest.raises((TypeError, *RUNTIME_ERRORS), match=text):
+        run_one_thread(code)
 
 
 CUDA_CORRECT = {  # a body, and the element that it stores to `out` if the first element of `x` is 3
@@ -2430,12 +2435,6 @@ CUDA_CORRECT = {  # a body, and the element that it stores to `out` if the first
     "swap": ("a, b = out, x\na, b = b, a\nb[0] = a[0]", 3),
 }
 each_correct_cuda_kernel = pytest.mark.parametrize("code, stored", CUDA_CORRECT.values(), ids=[*CUDA_CORRECT])
-
-
-@pytest.mark.needs("cuda.jit")
-@each_correct_cuda_kernel
-def test_cuda_correct_kernel_is_accepted(code, stored):
-    jax.eval_shape(wrap_one_thread(code), SPEC_4)
 
 
 @needs_cuda
@@ -2516,10 +2515,10 @@ def array_and_address(shape, dtype="float32"):
     return array, array.unsafe_buffer_pointer()
 
 
-def new_cuda_wrapper(package_cuda, parameters="x, out", **options):
-    """Wrap a kernel that no other test has compiled, and that stores nothing.  By default it has one thread."""
+def new_cuda_wrapper(package_cuda, parameters="x, out", body="cuda.grid(1)", **options):
+    """Wrap a kernel that no other test has compiled.  By default it has one thread, and stores nothing."""
     options = {"outs": like_first, "zero_outputs": True, **ONE_THREAD, **options}
-    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters), **options)
+    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters, body), **options)
 
 
 def test_fakecuda_handler_packs_arrays_like_package(fake_cuda, package_cuda):
@@ -2615,13 +2614,12 @@ def helpers_for_package(package_cuda):
     return {name: package_cuda.jit(device=True)(helper) for name, helper in helpers.items()}
 
 
-CUDA_MISTAKES = {
+FAKE_DRIVER_MISTAKES = {  # body of a kernel, options, text of the error
     "store to input": ("x[0] = out[0]", {}, "Inputs are read-only.*writes to input 'x'. Write to an output"),
     "store to input in helper": ("increment(x, 0)", {}, "may write to input 'x'"),
     "returned value": ("return 1.0", {}, "for (float32[:]).*this one returns a value"),
     "unknown attribute": ("out[0] = x.nope", {}, "for (float32[:]).*nope"),
     "call of JAX": ("out[0] = jnp.sin(x[0])", {}, "A kernel cannot call JAX"),
-    "JAX's update": ("out.at[0].set(1.0)", {}, "Write out[i] = 1.0"),
     "captured dict": ("out[0] = a[0]", {}, "A kernel can capture numbers"),
     "device function": ("out[0] = x[0]", {"device": True}, "'kernel' is a device function. Remove device=True"),
     "debug": ("cuda.grid(1)", {"debug": True, "opt": False}, "'kernel' has debug=True.*numba_cuda_callable"),
@@ -2632,7 +2630,7 @@ CUDA_MISTAKES = {
 
 
 @pytest.mark.filterwarnings("ignore:Could not find source for function")  # a warning about debug kernels
-@pytest.mark.parametrize("body, options, text", CUDA_MISTAKES.values(), ids=[*CUDA_MISTAKES])
+@pytest.mark.parametrize("body, options, text", FAKE_DRIVER_MISTAKES.values(), ids=[*FAKE_DRIVER_MISTAKES])
 def test_fakecuda_mistake_raises_when_traced(fake_cuda, monkeypatch, package_cuda, body, options, text):
     """Both packages get the same error, although their own errors differ."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -2730,11 +2728,12 @@ def test_on_cuda_scalars_in_out_argument_and_shared_memory():
     options = {"in_out_argnames": ["y"], "scalars": ["n", "a"], "grid": 1, "block": 8}
 
     offset = 16_000  # 64 kB, more than the default limit of 48 KiB
+    float32 = np.float32 if is_successor(cuda) else numba.float32  # the simulator takes no dtype
 
     @xk.numba_cuda_kernel(outs=spec(8), shared_mem=4 * (offset + 8), **options)
     @cuda.jit
     def axpy(n, a, x, y):
-        tile, i = cuda.shared.array(0, cuda_float32), cuda.grid(1)
+        tile, i = cuda.shared.array(0, float32), cuda.grid(1)
         tile[offset + 7 - i] = x[i]
         cuda.syncthreads()
         if i < n:
@@ -2746,19 +2745,9 @@ def test_on_cuda_scalars_in_out_argument_and_shared_memory():
     check_close(jax.vmap(axpy, (0, None, None, 0))(counts, 2.0, x, np.stack([3 * x, 3 * x])), expected)
 
 
-def cuda_copy(x, out):
-    i = cuda.grid(1)
-    if i < out.size:
-        out[i] = x[i]
-
-
-def cuda_accumulate(x, out):
-    i = cuda.grid(1)
-    if i < out.size:
-        cuda.atomic.add(out, i, x[i])
-
-
-copy_kernel, add_kernel, accumulate_kernel = map(cuda_jit, (cuda_copy, cuda_add, cuda_accumulate))
+add_kernel = cuda_jit(cuda_add)
+copy_kernel = cuda_kernel_of_element("out[i] = x[i]")
+accumulate_kernel = cuda_kernel_of_element("cuda.atomic.add(out, i, x[i])")
 CUDA_KERNELS = (add_kernel,)
 WORKSPACES = {}  # by shape, kept between calls
 
@@ -2911,8 +2900,9 @@ def test_on_cuda_side_effect_keeps_call_without_uses(has_side_effect, n_calls):
      "numba_cuda_callable 'kernel': .*belongs to another one.*cuda=cuda.* The package reports: .*Unsupported stream"),
     ("raise TypeError('Cannot modify readonly array')",
      "numba_cuda_callable 'kernel': Inputs are read-only.*aliases={i: j}.* The package reports: .*Cannot modify"),
-], ids=["raises", "yields", "array of other package", "input written"])  # fmt: skip
+], ids=["exception", "generator", "package's text about streams", "package's text about writes"])  # fmt: skip
 def test_on_cuda_callable_errors_name_exception_and_callable(body, text):
+    """The last two rows raise messages of the CUDA packages themselves, instead of making these mistakes."""
     assert re.search(text, error_of(xk.numba_cuda_callable(callable_from_body(body), like_first), jnp.ones((1, 3))))
 
 
@@ -2957,29 +2947,35 @@ class CountingGpu(typing.NamedTuple):
     cuda: types.ModuleType | None = None  # the package of Numba CUDA
     computes: bool = True  # False with the fake driver, which runs no kernel
 
-    def check_batch(self, function, inputs, n_launches, expected, axes=0):
-        """Check the number of launches and the results of a batch."""
-        results, found = self.driver_calls.run(lambda: self.run(jax.vmap(function, axes), *inputs))
+    def check(self, work, n_launches, expected):
+        """Call a function without arguments, and check its results and the number of launches."""
+        results, found = self.driver_calls.run(work)
         assert found == n_launches
         if self.computes:
             check_close(results, expected, 1e-4)
 
-    def check_concurrent_batches(self, call):
-        """Lower and run batches of four sizes at the same time.  Each is one launch."""
+    def check_batch(self, function, inputs, n_launches, expected, axes=0):
+        self.check(lambda: self.run(jax.vmap(function, axes), *inputs), n_launches, expected)
+
+    def check_concurrent_batches(self, call, expected):
+        """Lower and run batches of four sizes at the same time.  Each is one launch, of copies of TWO_BATCHES."""
         barrier = threading.Barrier(4)
 
         def run_batch(n):
             barrier.wait()
-            self.run(jax.vmap(call), *[np.tile(x, (n, 1)) for x in TWO_BATCHES])
+            return self.run(jax.vmap(call), *[np.tile(x, (n, 1)) for x in TWO_BATCHES])
 
-        _, n_launches = self.driver_calls.run(lambda: in_threads(run_batch, [1, 2, 3, 4]))
-        assert n_launches == 4
+        sizes = [1, 2, 3, 4]
+        self.check(lambda: in_threads(run_batch, sizes), len(sizes), [np.tile(expected, (n, 1)) for n in sizes])
 
 
 IN_ORDER = {"vmap_method": "sequential"}
 
 
-@pytest.fixture(params=[*FAKE_DRIVER_PACKAGES, pytest.param("gpu", marks=pytest.mark.needs("gpu", "cuda", "compiler"))])
+needs_gpu_and_cuda = pytest.mark.needs("gpu", "cuda", "outside simulator")
+
+
+@pytest.fixture(params=[*FAKE_DRIVER_PACKAGES, pytest.param("gpu", marks=needs_gpu_and_cuda)])
 def counting_cuda(request, driver_calls):
     if request.param == "gpu":
         return CountingGpu(driver_calls, run_on_gpu, cuda)
@@ -3036,7 +3032,7 @@ CUDA_BATCHES = {
 
 
 @pytest.mark.parametrize("batch", CUDA_BATCHES.values(), ids=[*CUDA_BATCHES])
-def test_fakecuda_or_gpu_batch_is_one_launch(counting_cuda, batch, fallback_reasons):
+def test_fakecuda_or_gpu_batch_is_one_launch_or_logs_why_not(counting_cuda, batch, fallback_reasons):
     reason = batch.reason or (batch.reason_of_successor if is_successor(counting_cuda.cuda) else None)
     kernel = new_cuda_kernel(counting_cuda.cuda, batch.parameters, batch.body)
     call = wrap_cuda(kernel, **batch.options)
@@ -3097,8 +3093,7 @@ def test_fakecuda_or_gpu_exported_batch_of_named_kernel_is_one_launch(counting_c
     exported = program_for_cuda(jax.vmap(call), spec(n, 7))
     x, _ = TWO_BATCHES
     counting_cuda.check_batch(call, [x], 1, 2 * x)
-    _, n_launches = counting_cuda.driver_calls.run(lambda: exported(x))
-    assert n_launches == 1
+    counting_cuda.check(lambda: exported(x), 1, 2 * x)
 
 
 def test_fakecuda_or_gpu_launch_decides_about_batch_launch(counting_cuda, fallback_reasons, monkeypatch):
@@ -3115,7 +3110,8 @@ def test_fakecuda_or_gpu_launch_decides_about_batch_launch(counting_cuda, fallba
 
 
 def test_fakecuda_or_gpu_concurrent_batches(counting_cuda):
-    counting_cuda.check_concurrent_batches(wrap_cuda(new_cuda_kernel(counting_cuda.cuda, "x, y, out", SHIFT_AND_ADD)))
+    call = wrap_cuda(new_cuda_kernel(counting_cuda.cuda, "x, y, out", SHIFT_AND_ADD))
+    counting_cuda.check_concurrent_batches(call, shift_and_add(*TWO_BATCHES))
 
 
 USES_OF_Z = [
@@ -3154,12 +3150,13 @@ needs_warp_gpu = pytest.mark.needs("warp_gpu")
 #         i = wp.tid()
 #         add(out, i, x[i])
 #
-# Kernels may use the types, structs and functions below.
+# All kernels may use the types, structs and functions below.  Other tables have more definitions beside them.
 
 
-def decorated(decorator, definitions):
-    """Put a decorator above each class or function."""
-    return re.sub("^(?=class |def )", f"{decorator}\n", definitions, flags=re.MULTILINE)
+def with_decorators(definitions):
+    """Decorate each class with `@wp.struct`, and each function with `@wp.func`."""
+    definitions = re.sub("^(?=class )", "@wp.struct\n", definitions, flags=re.MULTILINE)
+    return re.sub("^(?=def )", "@wp.func\n", definitions, flags=re.MULTILINE)
 
 
 WARP_TYPES = """
@@ -3177,55 +3174,17 @@ FACTOR = wp.constant(2.5)
 WARP_STRUCTS = """
 class Params: a: float; n: int
 class Holder: a: floats
-class Quantity: size: floats
-class Vectors: a: vectors
-class Box: pos: floats; mass: floats
-class Scaled: a: floats; n: float
 class Inner: axis: wp.vec3
 class Settings: gain: float; inner: Inner; turn: wp.mat22
 """
 WARP_FUNCTIONS = """
-def add_product(p: float, q: float, a: floats): a[0] += p * q
 def add(a: floats, i: int, value: float): a[i] += value
-def add_by_keywords(a: floats, i: int): add(i=i, a=a, value=1.0)
-def store(a: floats, i: int, value: float): a[i] = value
-def store(a: floats, i: int): store(a, i, 3.0)
-def store_generic(a: Any, i: int): a[i] = 1.0
-def load(a: floats, i: int, n: int): return a[i + n]
-def load(a: floats, i: int): return load(a, i, 0)
-def negative(a: floats, i: int): return -a[i]
 def tail(a: floats): return a[1:]
-def second_and_tail(a: floats): return a[1], a[1:]
-def both_tails(a: floats, b: floats): return a[1:], b[1:]
-def set_pos(b: Box, i: int): b.pos[i] = 2.0 * b.mass[i]
-def replace_pos(b: Box, a: floats): b.pos = a
-def sine(h: Holder, i: int): return wp.sin(h.a[i])
 def double(a: floats, count: ints, i: int): return 2.0 * a[i]
 def double_again(a: floats, count: ints, i: int): return 2.0 * a[i]
 def double_again_by_call(a: floats, count: ints, i: int): return double_again(a, count, i)
-def choose(first: bool, a: floats, b: floats):
-    if first: return a
-    return b
-def increment_copy(q: Vectors, i: int): v = q.a[i]; v[0] += 1.0; return v[0]
-def times_row(p: float, x: rows, i: int):
-    for j in range(x.shape[1]): p = p * x[i, j]  # wrong: p
-    return p
-def params_times_row(p: Params, x: rows, i: int):
-    for j in range(x.shape[1]): p.a = p.a * x[i, j]  # wrong: p
-    return p.a
-def mean(x: rows, i: int, n: int):
-    s = float(0.0)
-    for j in range(n): s += x[i, j]
-    return s / float(n)
 """
 WARP_CUSTOM_FUNCTIONS = """
-if hasattr(wp, "ref"):  # Warp >= 1.19
-    @wp.func
-    def set_ref(r: wp.ref[float]): r = 1.0
-    @wp.func_native("r = 1.0f;")
-    def set_in_cpp(r: wp.ref[float]): ...
-    @wp.func
-    def set_field(r: wp.ref[Box], i: int): r.pos[i] = 1.0
 @wp.func_grad(double)
 def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
@@ -3237,8 +3196,6 @@ def count_replays(a: floats, count: ints, i: int):
     return 2.0 * a[i]
 @wp.func_native("return x + 1.0f;")
 def add_one_in_cpp(x: float) -> float: ...
-@wp.func_native("a.data[i] = 1.0f;")
-def store_in_cpp(a: floats, i: int): ...
 @wp.func_native('''
     static int inside;
     int count = __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
@@ -3251,10 +3208,12 @@ def count_threads(patience: float) -> float: ...  # waits for a second thread, a
 """
 
 
-def warp_kernels_from(sources, module="unique", has_adjoints=False):
-    """Return {name: kernel} for {name: (parameters, body)}.  A body that does not set `i` starts with i = wp.tid()."""
-    structs, functions = decorated("@wp.struct", WARP_STRUCTS), decorated("@wp.func", WARP_FUNCTIONS)
-    text = WARP_TYPES + structs + functions + WARP_CUSTOM_FUNCTIONS
+def warp_kernels_from(sources, module="unique", has_adjoints=False, definitions=""):
+    """Return {name: kernel} for {name: (parameters, body)}.
+
+    A body that does not set `i` starts with i = wp.tid().  `definitions` is the source of more structs and functions.
+    """
+    text = WARP_TYPES + with_decorators(WARP_STRUCTS + WARP_FUNCTIONS) + WARP_CUSTOM_FUNCTIONS + definitions
     identifiers = {name: re.sub(r"\W+", "_", str(name)).strip("_") for name in sources}
     for name, (parameters, body) in sources.items():
         start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
@@ -3281,7 +3240,8 @@ WARP_KERNELS = {
     "takes_arrays_of_structs": ("h: wp.array(dtype=Params), out: floats", "out[i] = h[i].a"),
     "takes_indices": ("t: wp.indexedarray(dtype=float), out: floats", "out[i] = t[i]"),
     "takes_many_kinds": ("x: floats, factor: floats, kind: int, on: bool, h: wp.handle, out: floats",
-                         "out[i] = x[i] + float(kind) + float(h)\nif on and factor:\n    out[i] *= factor[0]"),
+                         "out[i] = float(kind) + float(h)\nif x:\n    out[i] += x[i]\n"
+                         "if on and factor:\n    out[i] *= factor[i % factor.shape[0]]"),
     "takes_nothing": ("", "pass"),
     "takes_anything": ("x: wp.array(dtype=Any), out: wp.array(dtype=Any)", "out[i] = x[i]"),
     "add_up": ("x: floats, out: floats", "wp.atomic_add(out, 0, x[i])"),
@@ -3370,11 +3330,8 @@ def test_warp_exported_program_contains_values():
 def test_warp_retraces_if_struct_fields_change_and_keeps_copies():
     """Structs compare by their fields.  A caller may change a struct between calls."""
     traced, (x, w), values = [], X_AND_W, values_of_all_types()
-    f = xk.warp_kernel(
-        warp_kernels().all_types,
-        lambda *args: traced.append(args) or args[-1],
-        launch_dims=lambda *args: args[-1].shape,
-    )
+    outs = lambda *args: traced.append(args) or args[-1]
+    f = xk.warp_kernel(warp_kernels().all_types, outs, launch_dims=lambda *args: args[-1].shape)
     settings = deepcopy(values["s"])
     for gain, n_traced in (1.5, 1), (4.0, 2), (1.5, 2):
         settings.gain = gain
@@ -3382,7 +3339,7 @@ def test_warp_retraces_if_struct_fields_change_and_keeps_copies():
         assert len(traced) == n_traced
     check_close(f(x, *values.values(), w), all_types_in_jax(x, w))  # an equal struct
     assert len(traced) == 2
-    settings.gain = 4.0
+    settings.gain = 4.0  # a trace of equal values for another shape must use the copy from the first call, with 1.5
     check_close(f(x[:1], *values.values(), w[:1]), all_types_in_jax(x, w)[:1])
     n_traced = len(traced)
     for dtype in ("f4", "f8", "f4"):  # `outs` may use the dtype
@@ -3391,11 +3348,15 @@ def test_warp_retraces_if_struct_fields_change_and_keeps_copies():
 
 
 def test_warp_empty_launch_returns_zeros_or_aliased_input(warp_platform):
+    """The program has no custom call, so XLA creates the zeros."""
     options = {"launch_dims": 0, "in_out_argnames": ["out"]}
+    add_up = jax.vmap(xk.warp_kernel(warp_kernels().add_up, like_last, **options), (None, 0))
     x, starts = jnp.arange(4.0), jnp.ones((2, 3))
-    check_close(jax.vmap(xk.warp_kernel(warp_kernels().add_up, like_last, **options), (None, 0))(x, starts), starts)
-    assert not warp_product(launch_dims=0)(*TWO_VECTORS).any()
-    assert warp_product()(x[:0], x[:0]).shape == (0,)
+    for function, inputs, expected in (
+        (add_up, (x, starts), starts), (warp_product(launch_dims=0), (x, x), 0 * x), (warp_product(), (x[:0],) * 2, [])
+    ):  # fmt: skip
+        check_close(function(*inputs), expected)
+        assert not targets_in(jax.jit(function).lower(*inputs).as_text())
 
 
 # -- derivatives ---------------------------------------------------------------------------------------
@@ -3648,7 +3609,7 @@ def counting_warp(request, driver_calls):
 
 
 @pytest.mark.parametrize("name", WARP_BATCHES)
-def test_warp_batch_is_one_launch(counting_warp, name, fallback_reasons):
+def test_warp_batch_is_one_launch_or_logs_why_not(counting_warp, name, fallback_reasons):
     """Rows with a reason are three launches, for three slices.  A gradient has a second launch, of the adjoint."""
     batch, (function, expected) = WARP_BATCHES[name], batch_and_reference(name)
     n_launches = (3 if batch.reason else 1) * (2 if batch.is_gradient else 1)
@@ -3691,8 +3652,8 @@ def test_warp_batch_kernel_built_once_for_all_threads_and_operands(counting_warp
     built, create = [], xk._create_batch_kernel
     monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or create(*args))
     kernel, factor = new_warp_kernel()
-    call = xk.warp_kernel(kernel, like_first)
-    counting_warp.check_concurrent_batches(call)
+    call, (x, y) = xk.warp_kernel(kernel, like_first), TWO_BATCHES
+    counting_warp.check_concurrent_batches(call, x + factor * y)
     x, y = BATCH_AND_UNBATCHED
     counting_warp.check_batch(call, (x, y), 1, x + factor * y, FIRST_IS_BATCHED)
     assert len(built) == 1
@@ -3767,6 +3728,39 @@ def test_warp_batch_that_cannot_be_one_launch_logs_reason(counting_warp, fallbac
 
 # -- read-only inputs, outputs that start from zeros -----------------------------------------------------
 
+WARP_PROGRAM_DEFINITIONS = with_decorators("""
+class Quantity: size: floats
+class Vectors: a: vectors
+class Box: pos: floats; mass: floats
+class Scaled: a: floats; n: float
+def add_product(p: float, q: float, a: floats): a[0] += p * q
+def add_by_keywords(a: floats, i: int): add(i=i, a=a, value=1.0)
+def store(a: floats, i: int, value: float): a[i] = value
+def store(a: floats, i: int): store(a, i, 3.0)
+def store_generic(a: Any, i: int): a[i] = 1.0
+def load(a: floats, i: int, n: int): return a[i + n]
+def load(a: floats, i: int): return load(a, i, 0)
+def negative(a: floats, i: int): return -a[i]
+def second_and_tail(a: floats): return a[1], a[1:]
+def both_tails(a: floats, b: floats): return a[1:], b[1:]
+def set_pos(b: Box, i: int): b.pos[i] = 2.0 * b.mass[i]
+def replace_pos(b: Box, a: floats): b.pos = a
+def sine(h: Holder, i: int): return wp.sin(h.a[i])
+def increment_copy(q: Vectors, i: int): v = q.a[i]; v[0] += 1.0; return v[0]
+def choose(first: bool, a: floats, b: floats):
+    if first: return a
+    return b
+""") + """
+@wp.func_native("a.data[i] = 1.0f;")
+def store_in_cpp(a: floats, i: int): ...
+if hasattr(wp, "ref"):  # Warp >= 1.19
+    @wp.func
+    def set_ref(r: wp.ref[float]): r = 1.0
+    @wp.func_native("r = 1.0f;")
+    def set_in_cpp(r: wp.ref[float]): ...
+    @wp.func
+    def set_field(r: wp.ref[Box], i: int): r.pos[i] = 1.0
+"""  # fmt: skip
 WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x, y and out
     "writes to y": {
         "a starred vector before an array": "v = wp.vec2(1.0, 2.0)\nadd_product(*v, y)",
@@ -3859,7 +3853,7 @@ def warp_programs():
         for name, body in bodies.items():
             if "reference" not in effect or not conftest.missing("warp 1.19"):
                 sources[effect, name] = f"x: vectors, y: floats, out: {type_of_out}", body
-    return warp_kernels_from(sources, "programs")
+    return warp_kernels_from(sources, "programs", definitions=WARP_PROGRAM_DEFINITIONS)
 
 
 def programs(*effects):
@@ -3895,13 +3889,13 @@ def test_warp_write_to_input_rejected(effect, name):
 @programs("writes to y or out")
 def test_warp_ambiguous_write_changes_a_copy_of_input(effect, name):
     """The output is as after `wp.launch` with a copy of y.  In a batch, each slice has a copy of its own."""
-    kernel, (x, y) = warp_programs()[effect, name], VECTORS_AND_FLOATS
-    f, before = xk.warp_kernel(kernel, like_last, launch_dims=2), y.copy()
+    kernel, (x, y) = warp_programs()[effect, name], map(jnp.array, VECTORS_AND_FLOATS)
+    f = xk.warp_kernel(kernel, like_last, launch_dims=2)
     expected = launched(kernel, np.zeros(3, np.float32))[2]
     check_close(f(x, y), expected)
-    check_close(jax.vmap(f, (0, None))(np.stack([x, x]), y), [expected, expected])
-    check_close(xk.warp_kernel(kernel, like_last, launch_dims=0)(x, y), np.zeros(3, np.float32))  # no kernel runs
-    np.testing.assert_array_equal(y, before)
+    check_close(jax.vmap(f, (0, None))(jnp.stack([x, x]), y), [expected, expected])
+    jax.tree.map(np.testing.assert_array_equal, (x, y), VECTORS_AND_FLOATS)
+    assert not targets_in(jax.jit(xk.warp_kernel(kernel, like_last, launch_dims=0)).lower(x, y).as_text())
 
 
 @needs_warp
@@ -3938,11 +3932,11 @@ def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
     """The kernel may store through the aliased input, because it shares its memory with the output."""
     kernel = warp_kernel_from_body("x: floats, gain: float, v: floats, out: floats", "v[i] += gain * x[i]")
     f = xk.warp_kernel(kernel, like_first, input_output_aliases={key: 0})
-    x, v = uniform(5), uniform(5, seed=1)
-    before = v.copy()
+    x, before = TWO_VECTORS
+    v, batch = jnp.array(before), jnp.stack([before, -before])
     check_close(f(x, 2.0, v), before + 2 * x)
-    check_close(jax.vmap(lambda v: f(x, 2.0, v))(np.stack([v, -v])), [v + 2 * x, 2 * x - v])
-    np.testing.assert_array_equal(v, before)
+    check_close(jax.vmap(lambda v: f(x, 2.0, v))(batch), [2 * x + before, 2 * x - before])
+    check_close((v, batch), (before, [before, -before]), 0)
     with pytest.raises(ValueError, match="'gain' is not an input"):
         xk.warp_kernel(kernel, like_first, input_output_aliases={1: 0})(x, 2.0, v)
 
@@ -3950,27 +3944,26 @@ def test_warp_integer_alias_counts_arguments_by_value(key, warp_platform):
 SUM_OF_POSITIVE = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.atomic_add(total, 0, work[i])"
 
 
-def positive_numbers(**options):
+def positive_numbers():
     """Return a kernel that stores to some elements of its output, and adds to an output and to scratch."""
     kernel = warp_kernel_from_body("x: floats, out: floats, total: floats, work: floats", SUM_OF_POSITIVE)
-    return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first, **options)
+    return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first)
 
 
 def test_warp_outputs_and_scratch_start_from_zeros(warp_platform):
-    """In the second call, the buffers are likely to be those of the first."""
-    f, x = positive_numbers(), uniform(6, 50)
-    expected = np.maximum(x, 0), (x > 0).sum(1, keepdims=True).astype(np.float32)
-    for _ in range(2):
+    """XLA is likely to reuse the buffers of the call before, whose positive elements are at other places."""
+    f, numbers = positive_numbers(), uniform(6, 50)
+    for x in (numbers, -numbers, numbers):
+        expected = np.maximum(x, 0), (x > 0).sum(1, keepdims=True).astype(np.float32)
         check_close(jax.vmap(f)(x), expected)
         check_close(f(x[0]), (expected[0][0], expected[1][0]))
 
 
 def test_warp_batch_zeroes_each_new_buffer_once(counting_warp):
-    x = uniform(6, 50)
-    # Another block_dim than in other tests, so that the handler is compiled after the recorder was created.
-    call, driver_calls = jax.vmap(positive_numbers(block_dim=64)), counting_warp.driver_calls
-    _, n_launches = driver_calls.run(lambda: counting_warp.run(call, x))
-    assert (n_launches, sorted(driver_calls.memsets)) == (1, [4 * 6, x.nbytes, x.nbytes])
+    """The output and the scratch buffer have 50 elements in each of 6 slices, and the sum has one."""
+    call, driver_calls = jax.vmap(positive_numbers()), counting_warp.driver_calls
+    _, n_launches = driver_calls.run(lambda: counting_warp.run(call, uniform(6, 50)))
+    assert (n_launches, sorted(driver_calls.memsets)) == (1, [4 * 6, 4 * 6 * 50, 4 * 6 * 50])
 
 
 def test_warp_side_effect_keeps_unused_call(warp_platform):
@@ -4043,6 +4036,18 @@ def square_of_sum(x):
     return x.sum() ** 2
 
 
+WARP_GRADIENT_DEFINITIONS = with_decorators("""
+def times_row(p: float, x: rows, i: int):
+    for j in range(x.shape[1]): p = p * x[i, j]  # wrong: p
+    return p
+def params_times_row(p: Params, x: rows, i: int):
+    for j in range(x.shape[1]): p.a = p.a * x[i, j]  # wrong: p
+    return p.a
+def mean(x: rows, i: int, n: int):
+    s = float(0.0)
+    for j in range(n): s += x[i, j]
+    return s / float(n)
+""")
 # The body for a row of x, and the same function in JAX.  A comment marks a line in which Warp's adjoint uses a wrong
 # value of this variable.
 WARP_GRADIENTS = {
@@ -4129,7 +4134,8 @@ WARP_WITH_ADJOINT = {  # similar kernels with a correct gradient
 def gradient_kernels():
     """Return {name: kernel} for the tables of gradients."""
     bodies = {name: body for name, (body, _) in WARP_GRADIENTS.items()} | WARP_WITHOUT_ADJOINT | WARP_WITH_ADJOINT
-    return warp_kernels_from({name: ("x: rows, out: floats", bodies[name]) for name in bodies}, "gradients", True)
+    sources = {name: ("x: rows, out: floats", body) for name, body in bodies.items()}
+    return warp_kernels_from(sources, "gradients", has_adjoints=True, definitions=WARP_GRADIENT_DEFINITIONS)
 
 
 GRADIENT_INPUT = np.float32([[1.1, 0.7, 1.3, 0.9], [0.5, 1.5, 0.8, 1.2], [1.4, 1.1, 0.6, 1.7]])
@@ -4263,22 +4269,14 @@ def test_warp_deterministic_mode_ignored_on_cpu(monkeypatch):
 # -- arguments -----------------------------------------------------------------------------------------
 
 
-@needs_warp
-def test_warp_null_arrays_at_different_positions():
-    """Launches with other placeholders do not share machine code."""
-    body = "if x:\n    out[i] = x[i]\nif y:\n    out[i] = 2.0 * y[i]"
-    f = xk.warp_kernel(warp_kernel_from_body("x: floats, y: floats, out: floats", body), spec(3), launch_dims=3)
-    x = np.arange(3, dtype=np.float32)
-    check_close(f(x, None), x)
-    check_close(f(None, x), 2 * x)
-
-
 def test_warp_accepts_enums_numbers_and_null_arrays(warp_platform):
+    """Launches with null arrays at different positions do not share machine code."""
     kind = enum.IntFlag("Kind", "A B").B
     x = jnp.arange(3.0)
-    f = xk.warp_kernel(warp_kernels().takes_many_kinds, like_first)
+    f = xk.warp_kernel(warp_kernels().takes_many_kinds, spec(3), launch_dims=3)
     check_close(f(x, jnp.float32(2), kind, 1, 1), [6, 8, 10])
     check_close(f(x, h=1, on=True, kind=kind, factor=None), [3, 4, 5])
+    check_close(f(None, x, kind, True, 1), 3 * x)
 
 
 @needs_warp
@@ -4315,7 +4313,7 @@ def test_warp_deterministic_launch_rejected(monkeypatch):
 
 @needs_warp
 @pytest.mark.parametrize("platforms", [
-    pytest.param(["cpu"], id="cpu"), pytest.param(["cpu", "cuda"], marks=needs_gpu, id="cpu and gpu"),
+    pytest.param(["cpu"], id="cpu"), pytest.param(["cpu", "cuda"], marks=needs_warp_gpu, id="cpu and gpu"),
 ])  # fmt: skip
 def test_warp_export_with_symbolic_batch_size(platforms):
     """The target has the same name on each platform, but its launch data differ."""
@@ -4367,20 +4365,17 @@ def integers(*shape):
     return np.random.default_rng(sum(shape)).integers(-8, 9, shape).astype(np.float32)
 
 
-def cuda_v_plus_d(parameters, statements, **options):
-    kernel = new_cuda_kernel(cuda, parameters, f"i = cuda.grid(1); {statements}")
-    return xk.numba_cuda_kernel(kernel, like_first, grid=1, block=64, **options)
-
-
 def gradient_of_half_square_of_sum():
-    add = xk.warp_kernel(Warp.kernel("add", np.dtype("float32"), {}, {}), like_first, differentiable=True)
+    add = xk.warp_kernel(Warp.kernel(Add, np.dtype("float32")), like_first, differentiable=True)
     return jax.grad(lambda v, d: (add(v, d) ** 2).sum() / 2)
 
 
 V_PLUS_D = {  # functions that compute v + d from the initial values of their outputs
-    "in-out": lambda: cuda_v_plus_d("v, d", "v[i] += d[i]", in_out_argnames=["v"]),
-    "zeroed": lambda: cuda_v_plus_d(
-        "v, d, out, tmp", "out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]", zero_outputs=True, scratch=like_first),
+    "in-out": lambda: new_cuda_wrapper(
+        cuda, "v, d", "i = cuda.grid(1); v[i] += d[i]", block=64, in_out_argnames=["v"]),
+    "zeroed": lambda: new_cuda_wrapper(
+        cuda, "v, d, out, tmp", "i = cuda.grid(1); out[i] += v[i]; tmp[i] = d[i]; out[i] += tmp[i]", block=64,
+        scratch=like_first),
     "aliased callable": lambda: xk.numba_cuda_callable(
         lambda v, d, out, stream: add_kernel[1, 64, stream](out, d, out), like_first, input_output_aliases={0: 0}),
     "warp in-out": lambda: xk.warp_kernel(
@@ -4455,7 +4450,7 @@ def test_gpu_callable_memset_per_new_buffer(driver_calls):
 @pytest.mark.needs("gpu", "cuda package")
 def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
     call = wrap_cuda(cuda.jit(cuda_add))
-    copy_in_place = wrap_cuda(cuda.jit(cuda_copy), input_output_aliases={0: 0})
+    copy_in_place = wrap_cuda(copy_kernel, input_output_aliases={0: 0})
     for k, device in enumerate(jax.local_devices(backend="cuda")):
         numbers = np.arange(7, dtype=np.float32) + k
         for place in device, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"):
@@ -5119,161 +5114,141 @@ def test_side_effect_on_mesh_needs_shard_map_over_all_axes():
 # ======================================================================================================
 # Mistakes: each raises an error that states the rule, the offending value and the fix
 #
-# A row has the exception, parts of its message with `.*` between them, and a function that makes the mistake.
+# A row has an expression that makes the mistake, the exception, and parts of its message with `.*` between them.  Some
+# rows also have a condition of conftest.py.
 
 
 def call_body(code, **values):
     return wrap(kernel_from_body(code, **values))(ONES)
 
 
-def scipy_special():
-    return importlib.import_module("scipy.special")
-
-
-def reuse_name_for_bad_kernel():
-    wrap(name="in use")(ONES)
-    wrap(kernel_storing("undefined"), name="in use")(ONES)
-
-
-keyword_only = kernel_from_body("out[:] = x + n", "x, out, *, n=3")
-updates_state = kernel_from_body("state_out[:] = state", "state, state_out")
 ODD_TEXT = "größe 日本 \U0001f600 a\0" + "x" * 1_000_000
 NO_VALUES = "Arrays are passed as specs, which have .shape and .dtype but no values. .*a fixed capacity"
 
 NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     # when a wrapper is created
-    (TypeError, "numba.njit or a plain function; got partial.*closure", lambda: wrap(partial(identity))),
-    (TypeError, "got method.*outside of the class", lambda: wrap(types.MethodType(identity, 3))),
-    (TypeError, "is a method, and `self` is not an array. Write a function", lambda: wrap(lambda self, x: x)),
-    (TypeError, "<ufunc 'sin'>. .*: lambda x: np.sin(x). .*drop target='parallel'", lambda: wrap(np.sin)),
-    (TypeError, "got builtin_function_or_method .*in a function: lambda x: abs(x)", lambda: wrap(abs)),
-    (TypeError, "got PjitFunction .*Write a Python function, with np. for jnp.", lambda: wrap(jnp.sin)),
-    (TypeError, "outs[1] .*got 'f4' of type str. Write jax.ShapeDtypeStruct", lambda: wrap(identity, [SPEC_4, "f4"])),
-    (TypeError, "got <class 'jax.numpy.float32'> .*Write jax.ShapeDtypeStruct", lambda: wrap(identity, jnp.float32)),
-    (ValueError, "sizes of at least 0. Its shape is (-1,). Write max(size, 0)", lambda: wrap(identity, spec(-1))),
-    (ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one", lambda: wrap(scalars=3)),
-    (TypeError, "unexpected keyword argument 'cache'. .* @numba.njit(cache=True)", lambda: wrap(cache=True)),
-    (TypeError, "unexpected keyword argument 'device'. .*jax.device_put(x, device)", lambda: wrap(device="cpu")),
-    (ValueError, "vmap_method must be one of .*'sequential'.*got 'loop'", lambda: wrap(vmap_method="loop")),
-    (ValueError, "in_out_argnames=.*'t' is not one. Choose from (x, out)", lambda: wrap(in_out_argnames=["t"])),
-    (ValueError, "['out', 'x']. Write in_out_argnames=['x', 'out']", lambda: wrap(in_out_argnames=["out", "x"])),
-    (ValueError, "Remove it from scalars, and write x[()]", lambda: wrap(in_out_argnames=["x"], scalars=["x"])),
+    ("wrap(partial(identity))", TypeError, "numba.njit or a plain function; got partial.*closure"),
+    ("wrap(types.MethodType(identity, 3))", TypeError, "got method.*outside of the class"),
+    ("wrap(lambda self, x: x)", TypeError, "is a method, and `self` is not an array. Write a function"),
+    ("wrap(np.sin)", TypeError, "<ufunc 'sin'>. .*: lambda x: np.sin(x). .*drop target='parallel'"),
+    ("wrap(abs)", TypeError, "got builtin_function_or_method .*in a function: lambda x: abs(x)"),
+    ("wrap(jnp.sin)", TypeError, "got PjitFunction .*Write a Python function, with np. for jnp."),
+    ('wrap(identity, [SPEC_4, "f4"])', TypeError, "outs[1] .*got 'f4' of type str. Write jax.ShapeDtypeStruct"),
+    ("wrap(identity, jnp.float32)", TypeError, "got <class 'jax.numpy.float32'> .*Write jax.ShapeDtypeStruct"),
+    ("wrap(identity, spec(-1))", ValueError, "sizes of at least 0. Its shape is (-1,). Write max(size, 0)"),
+    ("wrap(scalars=3)", ValueError, "scalars=[3] must contain names of array parameters, and 3 is not one"),
+    ("wrap(cache=True)", TypeError, "unexpected keyword argument 'cache'. .* @numba.njit(cache=True)"),
+    ('wrap(device="cpu")', TypeError, "unexpected keyword argument 'device'. .*jax.device_put(x, device)"),
+    ('wrap(vmap_method="loop")', ValueError, "vmap_method must be one of .*'sequential'.*got 'loop'"),
+    ('wrap(in_out_argnames=["t"])', ValueError, "in_out_argnames=.*'t' is not one. Choose from (x, out)"),
+    ('wrap(in_out_argnames=["out", "x"])', ValueError, "['out', 'x']. Write in_out_argnames=['x', 'out']"),
+    ('wrap(in_out_argnames=["x"], scalars=["x"])', ValueError, "Remove it from scalars, and write x[()]"),
     # inputs
-    (TypeError, "input 0 ('x') .*got list [1, 2]. Convert it, jnp.array(x)", lambda: add_one([1, 2])),
-    (TypeError, "got dict .*Pass its values one by one, x[key]", lambda: add_one({"a": ONES})),
-    (TypeError, "got str 'fast'. .*a variable of the kernel's closure", lambda: add_one("fast")),
-    (TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)", lambda: add_one(Fraction(1, 2))),
-    (TypeError, 'got ndarray of dtype datetime64[D]. .*x.view("int64")', lambda: add_one(np.array(["2020"], "M8[D]"))),
-    (TypeError, 'got ndarray of dtype object. .*x.astype("float32")', lambda: add_one(np.array([1.0, 2], object))),
-    (TypeError, "got ndarray of dtype [('a', '<f4')]. .*x['a']", lambda: add_one(np.zeros(3, [("a", "f4")]))),
-    (TypeError, "DLPack cannot share it (.*). Pass a NumPy array, in PyTorch x.detach().cpu().numpy()",
-     lambda: add_one(types.SimpleNamespace(__dlpack__=None))),
-    (TypeError, "input 0 .*got a jax.Ref. Pass its value, x[...]", lambda: add_one(jax.new_ref(jnp.ones(4)))),
-    (TypeError, "got ndarray of dtype >f4.*newbyteorder(", lambda: add_one(ONES.astype(">f4"))),
-    (TypeError, "got a ShapeDtypeStruct, which has no values. Pass an array", lambda: add_one(SPEC_4)),
-    (TypeError, "input 0 .*got key<fry>, .*random keys: jax.random.key_data(key)", lambda: add_one(jax.random.key(0))),
-    (ValueError, "a scalar is a 0-d input. 'out' in scalars=['out'] is an output", lambda: wrap(scalars=["out"])(ONES)),
-    (ValueError, "'x' in scalars=['x'] is float32[4]. .*, or pass a number", lambda: wrap(scalars=["x"])(ONES)),
+    ("add_one([1, 2])", TypeError, "input 0 ('x') .*got list [1, 2]. Convert it, jnp.array(x)"),
+    ('add_one({"a": ONES})', TypeError, "got dict .*Pass its values one by one, x[key]"),
+    ('add_one("fast")', TypeError, "got str 'fast'. .*a variable of the kernel's closure"),
+    ("add_one(Fraction(1, 2))", TypeError, "got Fraction Fraction(1, 2). Convert it, float(x)"),
+    ('add_one(np.array(["2020"], "M8[D]"))', TypeError, 'got ndarray of dtype datetime64[D]. .*x.view("int64")'),
+    ("add_one(np.array([1.0, 2], object))", TypeError, 'got ndarray of dtype object. .*x.astype("float32")'),
+    ('add_one(np.zeros(3, [("a", "f4")]))', TypeError, "got ndarray of dtype [('a', '<f4')]. .*x['a']"),
+    ("add_one(types.SimpleNamespace(__dlpack__=None))",
+     TypeError, "DLPack cannot share it (.*). Pass a NumPy array, in PyTorch x.detach().cpu().numpy()"),
+    ("add_one(jax.new_ref(jnp.ones(4)))", TypeError, "input 0 .*got a jax.Ref. Pass its value, x[...]"),
+    ('add_one(ONES.astype(">f4"))', TypeError, "got ndarray of dtype >f4.*newbyteorder("),
+    ("add_one(SPEC_4)", TypeError, "got a ShapeDtypeStruct, which has no values. Pass an array"),
+    ("add_one(jax.random.key(0))", TypeError, "input 0 .*got key<fry>, .*random keys: jax.random.key_data(key)"),
+    ('wrap(scalars=["out"])(ONES)', ValueError, "a scalar is a 0-d input. 'out' in scalars=['out'] is an output"),
+    ('wrap(scalars=["x"])(ONES)', ValueError, "'x' in scalars=['x'] is float32[4]. .*, or pass a number"),
     # outputs and scratch buffers
-    (ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True", lambda: wrap(outs=())(ONES)),
-    (TypeError, "scratch buffer 0 is bfloat16[4], .*Declare jax.ShapeDtypeStruct((4,), jnp.float32)",
-     lambda: wrap(scratch=spec(4, dtype=jnp.bfloat16))(ONES)),
-    (TypeError, f"raised TypeError: .*{NO_VALUES}", lambda: wrap(outs=lambda x: x[x > 1])(ONES)),
-    (TypeError, "raised AttributeError: .*Check the spelling of 'shap'.", lambda: wrap(outs=lambda x: x.shap)(ONES)),
-    (TypeError, "of Python ints. Got None. A shape is a tuple, such as (3,).",
-     lambda: wrap(outs=types.SimpleNamespace(shape=None, dtype=np.float32))),
-    (TypeError, "scratch, .*, raised IndexError", lambda: wrap(scratch=lambda x: spec(x.shape[1]))(ONES)),
-    (TypeError, "(2, (4,)) contains .*Unpack it: (2, *x.shape)", lambda: wrap(outs=lambda x: spec(2, x.shape))(ONES)),
-    (TypeError, "of Python ints. Got (2.0,). .*x.size // 2", lambda: wrap(outs=lambda x: spec(x.size / 2))(ONES)),
-    (TypeError, "A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)",
-     lambda: wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype))(ONES)),
-    (TypeError, "a shape of Python ints. The size int32[] has no value .*jax.jit(f, static_argnums=...)",
-     lambda: jax.jit(lambda n, x: wrap(outs=lambda x: spec(n))(x))(4, ONES)),
-    (TypeError, "size int32[] has no value .*static_argnums=...)", lambda: wrap(outs=lambda x, n: spec(n))(ONES, 4)),
-    (TypeError, "got 4 of type int. Write jax.ShapeDtypeStruct(shape", lambda: wrap(outs=lambda x: x.shape)(ONES)),
-    (TypeError, "inputs (x, n, alpha), but outs takes (x). Write outs=lambda x, n, alpha: ...",
-     lambda: wrap(scale_n, identity)(ONES, 2, 3.0)),
-    (TypeError, "inputs (x), but outs takes (x, n, alpha). Pass 'n', 'alpha' to the call, or write outs=",
-     lambda: wrap(scale_n, lambda x, n, alpha: x)(ONES)),
-    (TypeError, "outs takes (x). If 'out' is an output, do not pass 'out'", lambda: wrap(outs=identity)(ONES, ONES)),
-    (TypeError, "outs takes (x, *, n). Write outs=lambda x: ...", lambda: wrap(outs=lambda x, *, n: x)(ONES)),
-    (TypeError, "If 'out', 'last' is an output, do not pass 'out', 'last'",
-     lambda: wrap(lambda x, out, last: None, identity)(ONES, ONES, ONES)),
-    (TypeError, "Use a tuple, outs=(spec, ...), or a NamedTuple", lambda: wrap(outs={"out": SPEC_4})(ONES)),
+    ("wrap(outs=())(ONES)", ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True"),
+    ("wrap(scratch=spec(4, dtype=jnp.bfloat16))(ONES)",
+     TypeError, "scratch buffer 0 is bfloat16[4], .*Declare jax.ShapeDtypeStruct((4,), jnp.float32)"),
+    ("wrap(outs=lambda x: x[x > 1])(ONES)", TypeError, f"raised TypeError: .*{NO_VALUES}"),
+    ("wrap(outs=lambda x: x.shap)(ONES)", TypeError, "raised AttributeError: .*Check the spelling of 'shap'."),
+    ("wrap(outs=types.SimpleNamespace(shape=None, dtype=np.float32))",
+     TypeError, "of Python ints. Got None. A shape is a tuple, such as (3,)."),
+    ("wrap(scratch=lambda x: spec(x.shape[1]))(ONES)", TypeError, "scratch, .*, raised IndexError"),
+    ("wrap(outs=lambda x: spec(2, x.shape))(ONES)", TypeError, "(2, (4,)) contains .*Unpack it: (2, *x.shape)"),
+    ("wrap(outs=lambda x: spec(x.size / 2))(ONES)", TypeError, "of Python ints. Got (2.0,). .*x.size // 2"),
+    ("wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype))(ONES)",
+     TypeError, "A shape is a tuple. Write jax.ShapeDtypeStruct((x.size,), x.dtype)"),
+    ("jax.jit(lambda n, x: wrap(outs=lambda x: spec(n))(x))(4, ONES)",
+     TypeError, "a shape of Python ints. The size int32[] has no value .*jax.jit(f, static_argnums=...)"),
+    ("wrap(outs=lambda x: x.shape)(ONES)", TypeError, "got 4 of type int. Write jax.ShapeDtypeStruct(shape"),
+    ("wrap(scale_n, identity)(ONES, 2, 3.0)",
+     TypeError, "inputs (x, n, alpha), but outs takes (x). Write outs=lambda x, n, alpha: ..."),
+    ("wrap(scale_n, lambda x, n, alpha: x)(ONES)",
+     TypeError, "inputs (x), but outs takes (x, n, alpha). Pass 'n', 'alpha' to the call, or write outs="),
+    ("wrap(outs=lambda x, *, n: x)(ONES)", TypeError, "outs takes (x, *, n). Write outs=lambda x: ..."),
+    ("wrap(lambda x, out, last: None, identity)(ONES, ONES, ONES)",
+     TypeError, "outs takes (x). If 'out', 'last' is an output, do not pass 'out', 'last'"),
+    ('wrap(outs={"out": SPEC_4})(ONES)', TypeError, "Use a tuple, outs=(spec, ...), or a NamedTuple"),
     # outputs that are aliased to inputs
-    (ValueError, "there is no output -1. The outputs are 0", lambda: wrap(input_output_aliases={0: -1})(ONES)),
-    (ValueError, "{0: 0}: the call has no outputs. Remove the alias",
-     lambda: wrap(outs=(), has_side_effect=True, input_output_aliases={0: 0})(ONES)),
-    (ValueError, "there is no input 2. The inputs are 0", lambda: wrap(input_output_aliases={2: 0})(ONES)),
-    (ValueError, "'y' is not an input of this call", lambda: wrap(input_output_aliases={"y": 0})(ONES)),
-    (ValueError, "Output 0 is aliased to another input", lambda: wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)),
-    (ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]",
-     lambda: wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)),
-    (ValueError, "(x). .*Pass the initial value of 'out'", lambda: wrap(in_out_argnames=["out"])(ONES)),
-    (ValueError, "an input must have one alias only. Input 0 is aliased to output 0. Remove an alias",
-     lambda: wrap(outs=[SPEC_4] * 2, in_out_argnames=["x"], input_output_aliases={0: 1})(ONES)),
-    (ValueError, "'x' is float32[4], but outs[0] is float32[3]. Write outs=lambda x: (x, ...)",
-     lambda: wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)),
-    (ValueError, "outs[1] is missing. .*(x, y)", lambda: wrap(lambda x, y: 0, in_out_argnames=["x", "y"])(ONES, ONES)),
-    (TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'",
-     lambda: wrap(updates_state, identity, in_out_argnames=["state"])(ONES)),
+    ("wrap(input_output_aliases={0: -1})(ONES)", ValueError, "there is no output -1. The outputs are 0"),
+    ("wrap(outs=(), has_side_effect=True, input_output_aliases={0: 0})(ONES)",
+     ValueError, "{0: 0}: the call has no outputs. Remove the alias"),
+    ("wrap(input_output_aliases={2: 0})(ONES)", ValueError, "there is no input 2. The inputs are 0"),
+    ('wrap(input_output_aliases={"y": 0})(ONES)', ValueError, "'y' is not an input of this call"),
+    ("wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)", ValueError, "Output 0 is aliased to another input"),
+    ("wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)",
+     ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]"),
+    ('wrap(in_out_argnames=["out"])(ONES)', ValueError, "(x). .*Pass the initial value of 'out'"),
+    ('wrap(outs=[SPEC_4] * 2, in_out_argnames=["x"], input_output_aliases={0: 1})(ONES)',
+     ValueError, "an input must have one alias only. Input 0 is aliased to output 0. Remove an alias"),
+    ('wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)',
+     ValueError, "'x' is float32[4], but outs[0] is float32[3]. Write outs=lambda x: (x, ...)"),
+    ('wrap(lambda x, y: 0, in_out_argnames=["x", "y"])(ONES, ONES)', ValueError, "outs[1] is missing. .*(x, y)"),
+    ('wrap(lambda state, state_out: None, identity, in_out_argnames=["state"])(ONES)',
+     TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'"),
     # the arguments of the kernel
-    (TypeError, "takes (x, out), but this call has 1 input and 2 outputs", lambda: wrap(outs=[SPEC_4] * 2)(ONES)),
-    (TypeError, "Make the keyword-only parameter an input", lambda: wrap(keyword_only)(ONES)),
-    (TypeError, "got 1 by position and (alpha) by name. 'n' is missing", lambda: wrap(scale_n)(ONES, alpha=ONES[0])),
-    (TypeError, "got 4 by position and (x) by name. Pass each once", lambda: wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)),
-    (TypeError, "takes (x), but .* 2 outputs (scratch counts", lambda: wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)),
-    (TypeError, "by position only; got 1 .*(n) by name", lambda: wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])),
-    (TypeError, "(input 1, 2) has no items n[i]; .*write it with n[()], .*scalars=['n']",
-     lambda: wrap(scale_n)(ONES, 2, 3.0)),
-    (TypeError, "A 0-d input is a scalar .*Write q instead of q[()]", lambda: wrap(lambda x, q: x * q[()])(ONES, 2.0)),
+    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out), but this call has 1 input and 2 outputs"),
+    ("wrap(lambda x, out, *, n=3: None)(ONES)", TypeError, "Make the keyword-only parameter an input"),
+    ("wrap(scale_n)(ONES, alpha=ONES[0])", TypeError, "got 1 by position and (alpha) by name. 'n' is missing"),
+    ("wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)", TypeError, "got 4 by position and (x) by name. Pass each once"),
+    ("wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)", TypeError, "takes (x), but .* 2 outputs (scratch counts"),
+    ("wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])", TypeError, "by position only; got 1 .*(n) by name"),
+    ("wrap(scale_n)(ONES, 2, 3.0)", TypeError, "has no items n[i]; .*write it with n[()], .*scalars=['n']"),
+    ("wrap(lambda x, q: x * q[()])(ONES, 2.0)", TypeError, "A 0-d input is a scalar .*Write q instead of q[()]"),
     # kernels that Numba does not compile
-    (TypeError, "input 'x'. Write to an output, .*in_out_argnames=['x'].* x.copy()", lambda: call_body("x[0] = 77")),
-    (TypeError, "Write np. instead of jnp., and loops instead of jax.lax", lambda: call_body("jnp.sin(x)", jnp=jnp)),
-    (TypeError, "Write np. instead of jnp.", lambda: call_body("out[:] = sin(x)", sin=jnp.sin)),
-    (TypeError, "Draw before the call, and pass the noise", lambda: call_body("jax.random.normal(x[0])", jax=jax)),
-    (TypeError, "Write out[i] = 1.0 instead of out.at[i].set(1.0)", lambda: call_body("out.at[0].set(1.0)")),
-    (TypeError, "Import outside of the kernel", lambda: call_body("import math; out[0] = math.sin(x[0])")),
-    (TypeError, "Call the @numba.njit function in it", lambda: call_body("wrapped(x)", wrapped=add_one)),
-    (TypeError, "Decorate the helper with @numba.njit", lambda: call_body("helper(x, out)", helper=identity)),
-    (TypeError, "no dict, list or object. Pass its values", lambda: call_body("out[0] = a['b']", a={"b": 2.0})),
-    (TypeError, "capture a JAX array. Pass it", lambda: call_body("out[:] = a", a=jnp.ones(4))),
-    (TypeError, "Debug it in Python with NumPy arrays: call wrapper.__wrapped__", lambda: call_body("breakpoint()")),
-    (TypeError, "uses Numba's object mode.*jax.pure_callback", lambda: call_body("with numba.objmode():\n    print()")),
+    ('call_body("x[0] = 77")', TypeError, "input 'x'. Write to an output, .*in_out_argnames=['x'].* x.copy()"),
+    ('call_body("jnp.sin(x)", jnp=jnp)', TypeError, "Write np. instead of jnp., and loops instead of jax.lax"),
+    ('call_body("jax.random.normal(x[0])", jax=jax)', TypeError, "Draw before the call, and pass the noise"),
+    ('call_body("out.at[0].set(1.0)")', TypeError, "Write out[i] = 1.0 instead of out.at[i].set(1.0)"),
+    ('call_body("import math; out[0] = math.sin(x[0])")', TypeError, "Import outside of the kernel"),
+    ('call_body("wrapped(x)", wrapped=add_one)', TypeError, "Call the @numba.njit function in it"),
+    ('call_body("helper(x, out)", helper=identity)', TypeError, "Decorate the helper with @numba.njit"),
+    ("""call_body("out[0] = a['b']", a={"b": 2.0})""", TypeError, "no dict, list or object. Pass its values"),
+    ('call_body("out[:] = a", a=jnp.ones(4))', TypeError, "capture a JAX array. Pass it"),
+    ('call_body("breakpoint()")', TypeError, "Debug it in Python with NumPy arrays: call wrapper.__wrapped__"),
+    (r'call_body("with numba.objmode():\n    print()")', TypeError, "uses Numba's object mode.*jax.pure_callback"),
     # stores and returned values
-    (TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter", lambda: call_body("return x.size")),
-    (TypeError, "returns int64. Remove the `return`", lambda: call_body("out[0] = x[0]; return x.size")),
-    (TypeError, "not int32. Return np.int32(x), or declare float32", lambda: wrap(lambda x: x / 2)(np.int32(1))),
-    (TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float32",
-     lambda: wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32)))(np.arange(3))),
-    (TypeError, 'Remove the signature. .*set jax.config.update("jax_enable_x64", True) instead',
-     lambda: call_body("out[0] = f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(identity))),
-    (TypeError, "64 bits", lambda: wrap(numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__))(ONES)),
+    ('call_body("return x.size")', TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter"),
+    ('call_body("out[0] = x[0]; return x.size")', TypeError, "returns int64. Remove the `return`"),
+    ("wrap(lambda x: x / 2)(np.int32(1))", TypeError, "not int32. Return np.int32(x), or declare float32"),
+    ("wrap(lambda x: (0.5 * x, x[0]), lambda x: (x, spec(dtype=np.int32)))(np.arange(3))",
+     TypeError, "1d, C), int32), not .*1d, C), int32. Return x.astype(np.int32), or declare float32"),
+    ('call_body("out[0] = f(x)[0]", f=numba.njit("f8[::1](f8[::1])")(identity))',
+     TypeError, 'Remove the signature. .*set jax.config.update("jax_enable_x64", True) instead'),
+    ('wrap(numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__))(ONES)',
+     TypeError, "explicit signature of a helper or gufunc does not fit this call. Remove the signature"),
     # transformations
-    (TypeError, "Use jax.custom_vjp for grad, jax.custom_jvp for jvp", lambda: jax.jvp(add_one, [ONES], [ONES])),
-    (NotImplementedError, "has no transpose. .* Use jax.custom_vjp", lambda: jax.linear_transpose(add_one, ONES)(ONES)),
-    (NotImplementedError, "numba_cuda_kernel and warp_kernel", lambda: lower_for_cuda(add_one, ONES)),
+    ("jax.jvp(add_one, [ONES], [ONES])", TypeError, "Use jax.custom_vjp for grad, jax.custom_jvp for jvp"),
+    ("jax.linear_transpose(add_one, ONES)(ONES)", NotImplementedError, "has no transpose. .* Use jax.custom_vjp"),
+    ("lower_for_cuda(add_one, ONES)", NotImplementedError, "numba_cuda_kernel and warp_kernel"),
     # when the kernel runs
-    (RUNTIME_ERRORS, "of shape (4,) is returned, where outs declares (2,)", lambda: wrap(identity, spec(2))(ONES)),
-    (RUNTIME_ERRORS, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in a call of kernel 'kernel')",
-     lambda: call_body(f"raise LookupError({ODD_TEXT!r})")),
-    (RUNTIME_ERRORS, "ZeroDivisionError: integer division by zero (raised in a call of kernel 'kernel')",
-     lambda: jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)")))(ONES[None])),
-    (RUNTIME_ERRORS, "IndexError: index .*raised in a call of kernel 'kernel'",
-     lambda: wrap(njit_from_body("out[x.size] = 1", boundscheck=True))(ONES)),
-    (ValueError, "'in use' is in use .*Choose a new name, such as name='in use_2'", reuse_name_for_bad_kernel),
+    ("wrap(identity, spec(2))(ONES)", RUNTIME_ERRORS, "of shape (4,) is returned, where outs declares (2,)"),
+    ('call_body(f"raise LookupError({ODD_TEXT!r})")',
+     RUNTIME_ERRORS, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in a call of kernel 'kernel')"),
+    ('jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)")))(ONES[None])',
+     RUNTIME_ERRORS, "ZeroDivisionError: integer division by zero (raised in a call of kernel 'kernel')"),
+    ('wrap(njit_from_body("out[x.size] = 1", boundscheck=True))(ONES)',
+     RUNTIME_ERRORS, "IndexError: index .*raised in a call of kernel 'kernel'"),
+    ('wrap(name="in use")(ONES), wrap(kernel_storing("undefined"), name="in use")(ONES)',
+     ValueError, "'in use' is in use .*Choose a new name, such as name='in use_2'"),
+    ('add_one(np.ones(4, "float128"))', TypeError, 'got ndarray of dtype float128. .*x.astype("float64")', "float128"),
+    ('call_body("j0(x[0])", j0=importlib.import_module("scipy.special").j0)',
+     TypeError, "Use math.erf and math.gamma, or, on CPUs, SciPy's", "scipy"),
 ]  # fmt: skip
-NUMBA_MISTAKES_WITH_FLOAT128 = [
-    (TypeError, 'got ndarray of dtype float128. .*x.astype("float64")', lambda: add_one(np.ones(4, "float128")))
-]
-NUMBA_MISTAKES_WITH_SCIPY = [
-    (
-        TypeError,
-        "Use math.erf and math.gamma, or, on CPUs, SciPy's",
-        lambda: call_body("special.j0(x[0])", special=scipy_special()),
-    ),
-    (TypeError, "on CPUs, SciPy's C functions", lambda: call_body("j0(x[0])", j0=scipy_special().j0)),
-]
 
 
 @cuda_helper
@@ -5287,31 +5262,31 @@ def trace_callable(function):
 
 
 CUDA_MISTAKES = [
-    (ValueError, "grid and block, or launch_dims", trace_cuda),
-    (TypeError, "grid must be an int or .*got 1.5. Pass grid=(x, y)", lambda: trace_cuda(grid=1.5, block=1)),
-    (ValueError, "block=(32, 64, 1) has 2048. Use smaller blocks", lambda: trace_cuda(grid=1, block=(32, 64))),
-    (ValueError, "block.z must be an int from 1 to 64; got 65", lambda: trace_cuda(grid=1, block=(1, 1, 65))),
-    (ValueError, "got 65536 in grid=(1, 65536, 1), from launch_dims=(1, 1048561). Put the largest size in x",
-     lambda: trace_cuda(launch_dims=(1, 65535 * 16 + 1))),
-    (TypeError, f"launch_dims, called with the specs (float32[4]), raised .*{NO_VALUES}",
-     lambda: trace_cuda(launch_dims=lambda x: x.sum())),
-    (ValueError, "1 to 1024; got 2048", lambda: trace_cuda(launch_dims=1, threads_per_block=2048)),
-    (ValueError, "grid and block and threads_per_block.", lambda: trace_cuda(grid=1, block=64, threads_per_block=256)),
-    (ValueError, "got threads_per_block=64 and launch_dims=(3, 4). Pass grid=(x, y), block",
-     lambda: trace_cuda(launch_dims=lambda x: (3, 4), threads_per_block=64)),
-    (ValueError, "shared_mem must be an int from 0 .*; got -1", lambda: trace_cuda(launch_dims=1, shared_mem=-1)),
-    (TypeError, "output 0 is bfloat16[3], of a dtype .*Declare jax.ShapeDtypeStruct((3,), jnp.float32)",
-     lambda: trace_cuda(outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)),
-    (TypeError, "@cuda.jit of numba .*Use numba_kernel", lambda: trace_cuda(numba.njit(identity), launch_dims=1)),
-    (TypeError, "for one kernel use numba_cuda_kernel.*int 3", lambda: trace_callable(3)),
-    (TypeError, "(x, out, stream).*passes (float32[3], ", lambda: trace_callable(callable_from_body("pass"))),
-    (TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)",
-     lambda: xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]),
-    (ValueError, "launch_dims=3 has 1 .*grid returns 2", lambda: trace_cuda(cuda.jit(cuda_identity), launch_dims=3)),
-    (ValueError, "launch_dims=3 has 1 .*grid returns 2",
-     lambda: trace_cuda(cuda_kernel_from_body("out[cuda.grid(ndim=2)] = 1"), launch_dims=3)),
-    (ValueError, "launch_dims=3 has 1 .*grid returns 2",
-     lambda: trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)),
+    ("trace_cuda()", ValueError, "grid and block, or launch_dims"),
+    ("trace_cuda(grid=1.5, block=1)", TypeError, "grid must be an int or .*got 1.5. Pass grid=(x, y)"),
+    ("trace_cuda(grid=1, block=(32, 64))", ValueError, "block=(32, 64, 1) has 2048. Use smaller blocks"),
+    ("trace_cuda(grid=1, block=(1, 1, 65))", ValueError, "block.z must be an int from 1 to 64; got 65"),
+    ("trace_cuda(launch_dims=(1, 65535 * 16 + 1))",
+     ValueError, "got 65536 in grid=(1, 65536, 1), from launch_dims=(1, 1048561). Put the largest size in x"),
+    ("trace_cuda(launch_dims=lambda x: x.sum())", TypeError, f"with the specs (float32[4]), raised .*{NO_VALUES}"),
+    ("trace_cuda(launch_dims=1, threads_per_block=2048)", ValueError, "1 to 1024; got 2048"),
+    ("trace_cuda(grid=1, block=64, threads_per_block=256)", ValueError, "grid and block and threads_per_block."),
+    ("trace_cuda(launch_dims=lambda x: (3, 4), threads_per_block=64)",
+     ValueError, "got threads_per_block=64 and launch_dims=(3, 4). Pass grid=(x, y), block"),
+    ("trace_cuda(launch_dims=1, shared_mem=-1)", ValueError, "shared_mem must be an int from 0 .*; got -1"),
+    ("trace_cuda(outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)",
+     TypeError, "output 0 is bfloat16[3], of a dtype .*Declare jax.ShapeDtypeStruct((3,), jnp.float32)"),
+    ("trace_cuda(numba.njit(identity), launch_dims=1)", TypeError, "@cuda.jit of numba .*Use numba_kernel"),
+    ("trace_callable(3)", TypeError, "for one kernel use numba_cuda_kernel.*int 3"),
+    ('trace_callable(callable_from_body("pass"))', TypeError, "(x, out, stream).*passes (float32[3], "),
+    ("xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]",
+     TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)"),
+    ('trace_cuda(cuda_kernel_from_body("i, j = cuda.grid(2); out[i] = j"), launch_dims=3)',
+     ValueError, "launch_dims=3 has 1 .*grid returns 2"),
+    ('trace_cuda(cuda_kernel_from_body("out[cuda.grid(ndim=2)] = 1"), launch_dims=3)',
+     ValueError, "launch_dims=3 has 1 .*grid returns 2"),
+    ('trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)',
+     ValueError, "launch_dims=3 has 1 .*grid returns 2"),
 ]  # fmt: skip
 
 
@@ -5326,73 +5301,66 @@ call_with = partial(call_all_types, *X_AND_W)
 
 WARP_MISTAKES = [
     # arrays
-    (TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)",
-     lambda: trace_warp("multiply", spec(3, dtype=np.int32), spec(3))),
-    (TypeError, "needs x64 for float64. .*jnp.asarray(x, jnp.float64)", lambda: trace_warp("takes_doubles", spec(3))),
-    (TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)",
-     lambda: trace_warp("matvec", spec(3, 2, 2), spec(3, 4))),
-    (TypeError, 'jnp.float64), after .*"jax_enable_x64", True)', lambda: trace_warp("returns_doubles", spec(3))),
-    (TypeError, "Got float32[2,3]. .*: shape (n, 2). Move the first dimension: jnp.moveaxis(v, 0, -1)",
-     lambda: trace_warp("matvec", spec(3, 2, 2), spec(2, 3))),
-    (TypeError, "Got float32[3,2]. .*ndim=2). Or .*((3,), jnp.float32)", lambda: trace_product(outs=spec(3, 2))),
-    (TypeError, "Got float32[1,1,1,1,3]. Warp arrays have at most 4 dimensions. Reshape it, such as .*reshape(-1)",
-     lambda: trace_warp("multiply", spec(1, 1, 1, 1, 3), spec(3))),
-    (TypeError, "Declare it .*((3,), jnp.float32)", lambda: trace_product(outs=spec(3, dtype=np.int32))),
-    (TypeError, "For a single element, declare .*((1, 2), jnp.float32)", lambda: trace_matvec(outs=spec(2))),
-    (TypeError, "'out' must be .*Got float32[2]. .*(1, 2), jnp.float32), and reshape the input: out.reshape(1, 2)",
-     lambda: trace_matvec(spec(2), outs=spec(2), in_out_argnames=["out"])),
-    (TypeError, "'out' must be an array float32[:,2]. Got float32[2]. For a single element, declare",
-     lambda: trace_matvec(outs=(), scratch=spec(2), has_side_effect=True)),
-    (TypeError, "'out' .* float32[:]. Got float32[]. For .*((1,), jnp.float32).", lambda: trace_product(outs=spec())),
-    (TypeError, "Got float32[]. For .*((1,), jnp.float32), and reshape the input: out.reshape(1,)",
-     lambda: trace_product(spec(), outs=spec(), in_out_argnames=["out"])),
-    (NotImplementedError, "Got float32[n]. A launch needs known dimensions. Export a program per shape",
-     lambda: trace_warp("multiply", spec(*export.symbolic_shape("n")), spec(3))),
-    (ValueError, "Got float32[2147483648]. .*Split the array", lambda: trace_warp("multiply", spec(2**31), spec(3))),
-    (ValueError, "Got float32[2,536870912]. .*32 bits.*Split", lambda: trace_warp("squares_of_rows", spec(2, 2**29))),
-    (TypeError, "gives only first derivatives in reverse mode if all outputs are new. Use jax.custom_vjp",
-     lambda: jax.jvp(warp_product(), [ONES] * 2, [ONES] * 2)),
-    (TypeError, "differentiable=True gives only first derivatives",
-     lambda: jax.hessian(sum_of(warp_product(differentiable=True)))(ONES, ONES)),
-    (ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)",
-     lambda: jax.grad(sum_of(xk.warp_kernel(warp_kernels().add_up, spec(1), differentiable=True)))(ONES)),
-    (TypeError, "option differentiable. Got True. The rules of an op .*write op.def_vjp_rule(lambda *ins: ",
-     lambda: xk.XLACustomKernel("f").def_warp_kernel(warp_kernels().multiply, differentiable=True)),
-    (TypeError, "the parameters (x, y, out).* got 1 input and 1 output, ", lambda: trace_warp("multiply", spec(3))),
-    (TypeError, "the parameters (index, weight, acc).* got 2 inputs and 2 outputs, ",
-     lambda: xk.warp_kernel(warp_kernels().histogram, (spec(3), spec(3)))(THREE_INTS, 0.5)),
-    (TypeError, "'h' must be .* Got 'Holder'. .*a parameter for each field.",
-     lambda: trace_warp("takes_arrays_in_structs")),
-    (TypeError, "'h' must be .* Got array(ndim=1, .*a parameter for each field.",
-     lambda: trace_warp("takes_arrays_of_structs")),
-    (TypeError, "'t' must be a scalar, vector or matrix, an array .* Got .*indexedarray.* pass t[indices].",
-     lambda: trace_warp("takes_indices")),
-    (TypeError, "'takes_anything' is generic. .*such as wp.overload(kernel, ", lambda: trace_warp("takes_anything")),
+    ('trace_warp("multiply", spec(3, dtype=np.int32), spec(3))',
+     TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)"),
+    ('trace_warp("takes_doubles", spec(3))', TypeError, "needs x64 for float64. .*jnp.asarray(x, jnp.float64)"),
+    ('trace_warp("matvec", spec(3, 2, 2), spec(3, 4))',
+     TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)"),
+    ('trace_warp("returns_doubles", spec(3))', TypeError, 'jnp.float64), after .*"jax_enable_x64", True)'),
+    ('trace_warp("matvec", spec(3, 2, 2), spec(2, 3))',
+     TypeError, "Got float32[2,3]. .*: shape (n, 2). Move the first dimension: jnp.moveaxis(v, 0, -1)"),
+    ("trace_product(outs=spec(3, 2))", TypeError, "Got float32[3,2]. .*ndim=2). Or .*((3,), jnp.float32)"),
+    ('trace_warp("multiply", spec(1, 1, 1, 1, 3), spec(3))',
+     TypeError, "Got float32[1,1,1,1,3]. Warp arrays have at most 4 dimensions. Reshape it, such as .*reshape(-1)"),
+    ("trace_product(outs=spec(3, dtype=np.int32))", TypeError, "Declare it .*((3,), jnp.float32)"),
+    ("trace_matvec(outs=spec(2))", TypeError, "For a single element, declare .*((1, 2), jnp.float32)"),
+    ('trace_product(spec(), outs=spec(), in_out_argnames=["out"])',
+     TypeError, "'out' must be an array float32[:]. Got float32[]. For .*((1,), .*), and reshape .*: out.reshape(1,)"),
+    ('trace_warp("multiply", spec(*export.symbolic_shape("n")), spec(3))',
+     NotImplementedError, "Got float32[n]. A launch needs known dimensions. Export a program per shape"),
+    ('trace_warp("multiply", spec(2**31), spec(3))', ValueError, "Got float32[2147483648]. .*Split the array"),
+    ('trace_warp("squares_of_rows", spec(2, 2**29))', ValueError, "Got float32[2,536870912]. .*32 bits.*Split"),
+    ("jax.jvp(warp_product(), [ONES] * 2, [ONES] * 2)",
+     TypeError, "gives only first derivatives in reverse mode if all outputs are new. Use jax.custom_vjp"),
+    ("jax.hessian(sum_of(warp_product(differentiable=True)))(ONES, ONES)",
+     TypeError, "differentiable=True gives only first derivatives"),
+    ("jax.grad(sum_of(xk.warp_kernel(warp_kernels().add_up, spec(1), differentiable=True)))(ONES)",
+     ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)"),
+    ('xk.XLACustomKernel("f").def_warp_kernel(warp_kernels().multiply, differentiable=True)',
+     TypeError, "option differentiable. Got True. The rules of an op .*write op.def_vjp_rule(lambda *ins: "),
+    ('trace_warp("multiply", spec(3))', TypeError, "the parameters (x, y, out).* got 1 input and 1 output, "),
+    ("xk.warp_kernel(warp_kernels().histogram, (spec(3), spec(3)))(THREE_INTS, 0.5)",
+     TypeError, "the parameters (index, weight, acc).* got 2 inputs and 2 outputs, "),
+    ('trace_warp("takes_arrays_in_structs")', TypeError, "'h' must be .* Got 'Holder'. .*a parameter for each field."),
+    ('trace_warp("takes_arrays_of_structs")', TypeError, "'h' must be .* Got array(ndim=1, .*a parameter for each"),
+    ('trace_warp("takes_indices")',
+     TypeError, "'t' must be a scalar, vector or matrix, an array .* Got .*indexedarray.* pass t[indices]."),
+    ('trace_warp("takes_anything")', TypeError, "'takes_anything' is generic. .*such as wp.overload(kernel, "),
     # launches, and outputs that are aliased to inputs
-    (TypeError, "unexpected keyword argument 'dim'. Pass launch_dims=3", lambda: trace_product(dim=3)),
-    (ValueError, "launch_dims is missing, and the shape of the first array, (), has 0 dimensions",
-     lambda: trace_warp("takes_nothing", outs=(), has_side_effect=True)),
-    (TypeError, "launch_dims must be 1 to 4 ints from 0 to .*. Got '3'", lambda: trace_product(launch_dims="3")),
-    (ValueError, "1 to 4 ints from 0 to 2147483647. Got -1", lambda: trace_product(launch_dims=-1)),
-    (ValueError, "number of blocks. launch_dims is missing. Pass launch_dims=", lambda: trace_product(tiled=True)),
-    (ValueError, "block_dim must be an int from 1 to 1024; got 2048", lambda: trace_product(block_dim=2048)),
-    (ValueError, "1 to 3 ints .*Got (1, 1, 1, 1).", lambda: trace_product(tiled=True, launch_dims=(1,) * 4)),
-    (ValueError, "must not overwrite an input or use scratch, .*. Got in_out_argnames=['acc'], .*. Write to a new",
-     lambda: trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)),
-    (ValueError, "scratch=[ShapeDtypeStruct(shape=(), dtype=float32)]. Write to a new output",
-     lambda: trace_product(scratch=spec(), differentiable=True)),
+    ("trace_product(dim=3)", TypeError, "unexpected keyword argument 'dim'. Pass launch_dims=3"),
+    ('trace_warp("takes_nothing", outs=(), has_side_effect=True)',
+     ValueError, "launch_dims is missing, and the shape of the first array, (), has 0 dimensions"),
+    ('trace_product(launch_dims="3")', TypeError, "launch_dims must be 1 to 4 ints from 0 to .*. Got '3'"),
+    ("trace_product(launch_dims=-1)", ValueError, "1 to 4 ints from 0 to 2147483647. Got -1"),
+    ("trace_product(tiled=True)", ValueError, "number of blocks. launch_dims is missing. Pass launch_dims="),
+    ("trace_product(block_dim=2048)", ValueError, "block_dim must be an int from 1 to 1024; got 2048"),
+    ("trace_product(tiled=True, launch_dims=(1,) * 4)", ValueError, "1 to 3 ints .*Got (1, 1, 1, 1)."),
+    ('trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)',
+     ValueError, "must not overwrite an input or use scratch, .*. Got in_out_argnames=['acc'], .*. Write to a new"),
+    ("trace_product(scratch=spec(), differentiable=True)",
+     ValueError, "scratch=[ShapeDtypeStruct(shape=(), dtype=float32)]. Write to a new output"),
     # values and types
-    (TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of", lambda: call_with(s=1)),
-    (TypeError, "'s' is passed by value, .*Got a traced float32[]. Pass a concrete value: jax.jit(f, .*=...).",
-     lambda: jax.eval_shape(lambda s: call_with(s=s), spec())),
-    (Exception, "param m .*warp_kernel 'all_types'", lambda: call_with(m=[1.0, 2.0])),  # Warp's own text
-    (TypeError, "'n' is passed by value, as uint64. Got HashGrid <.*>. Pass its id: n.id",
-     lambda: call_with(n=wp.HashGrid(2, 2, 2, device="cpu"))),
-    (ValueError, "as int8. Got ndarray array(300). .*-128 to 127", lambda: call_with(i=np.array(300))),
-    (TypeError, "takes a function decorated with warp.kernel; got", lambda: xk.warp_kernel(like_first, spec())),
-    (ValueError, "Warp has no scalar type .* one of: bool, .*float64", lambda: xk.jaxtype_to_warptype(np.complex64)),
-    (ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it", lambda: xk.jaxinfo_to_warpinfo(spec())),
-    (pickle.PicklingError, "'multiply'.*to a variable at the top level", lambda: pickle.dumps(warp_product())),
+    ("call_with(s=1)", TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of"),
+    ("jax.eval_shape(lambda s: call_with(s=s), spec())",
+     TypeError, "'s' is passed by value, .*Got a traced float32[]. Pass a concrete value: jax.jit(f, .*=...)."),
+    ("call_with(m=[1.0, 2.0])", Exception, "param m .*warp_kernel 'all_types'"),  # Warp's own text
+    ('call_with(n=wp.HashGrid(2, 2, 2, device="cpu"))',
+     TypeError, "'n' is passed by value, as uint64. Got HashGrid <.*>. Pass its id: n.id"),
+    ("call_with(i=np.array(300))", ValueError, "as int8. Got ndarray array(300). .*-128 to 127"),
+    ("xk.warp_kernel(like_first, spec())", TypeError, "takes a function decorated with warp.kernel; got"),
+    ("xk.jaxtype_to_warptype(np.complex64)", ValueError, "Warp has no scalar type .* one of: bool, .*float64"),
+    ("xk.jaxinfo_to_warpinfo(spec())", ValueError, "1 to 4 dimensions. Got float32[], with 0. Reshape it"),
+    ("pickle.dumps(warp_product())", pickle.PicklingError, "'multiply'.*to a variable at the top level"),
 ]  # fmt: skip
 
 
@@ -5428,10 +5396,6 @@ def differentiate_op_whose_rule_calls_it():
     jax.grad(as_function(op))(1.0)
 
 
-def grad_of_op_that_closes_over_tracer():
-    jax.grad(lambda x: op_with_kernel(lambda y: x * y)(1.0, outs=spec()))(1.0)
-
-
 def add_in_op(x):
     """Call an op with a valid input, and then with this one."""
     add = as_function(op_adding(a=1))
@@ -5445,54 +5409,57 @@ call_empty_op = partial(EMPTY_OP, outs=like_first)
 
 OP_MISTAKES = [
     # inputs
-    (TypeError, "'op': input 0.*got a jax.Ref. Pass its value, x[...]", lambda: add_in_op(jax.new_ref(jnp.ones(4)))),
-    (TypeError, "'op': input 0.*got ndarray of dtype >f4.*newbyteorder(", lambda: add_in_op(ONES.astype(">f4"))),
-    (TypeError, "'op': input 0.*a number or an array.*got list [1.0]. .*jnp.array(x)", lambda: add_in_op([1.0])),
+    ("add_in_op(jax.new_ref(jnp.ones(4)))", TypeError, "'op': input 0.*got a jax.Ref. Pass its value, x[...]"),
+    ('add_in_op(ONES.astype(">f4"))', TypeError, "'op': input 0.*got ndarray of dtype >f4.*newbyteorder("),
+    ("add_in_op([1.0])", TypeError, "'op': input 0.*a number or an array.*got list [1.0]. .*jnp.array(x)"),
     # calls
-    (TypeError, "'op': .* traced values of its closure. Got .* as an operand", grad_of_op_that_closes_over_tracer),
-    (ValueError, "'op'.*returned .*, but outs declares .*",
-     lambda: op_with_kernel(lambda x: (x.min(), x.max()))(ONES, outs={"low": spec(), "high": spec()})),
-    (ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])", lambda: call_broken("shape")),
-    (ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. ", lambda: call_broken("far")),
-    (ValueError, "no backend '' for platform 'cpu'", lambda: call_broken("")),
-    (KeyError, "Raised by .* backend 'raising' .*backend= to use another one", lambda: call_broken("raising")),
-    (TypeError, "must return a decorated kernel.*Got None. .*pass lambda: f", lambda: call_broken("nothing")),
-    (TypeError, "'undecorated' takes (x, out).* a function f .*pass lambda: f", lambda: call_broken("undecorated")),
-    (TypeError, "Got alpha .*: lambda alpha: make_kernel(alpha)", lambda: call_broken("numba", alpha=2)),
-    (TypeError, "the generator of backend 'needs n' takes (n)", lambda: call_broken("needs n")),
-    (TypeError, "got <function .*Write jax.ShapeDtypeStruct(shape", lambda: EMPTY_OP(ONES, outs=lambda x: x.T)),
-    (TypeError, "'empty': outs is missing. .*outs=lambda x: x. A wrapper", lambda: EMPTY_OP(ONES, outs=None)),
-    (TypeError, "hashable. Parameter 'k' is .*static_argnames=\"k\"", lambda: jax.jit(call_empty_op)(ONES, k=2.0)),
-    (TypeError, "needs outs of .*'empty', .* Got None", lambda: xk.general_batching_rule(EMPTY_OP, (ONES,), (0,))),
-    (NotImplementedError, "Registered: nothing. .*def_kernel('jax', 'cpu', kernel)", lambda: call_empty_op(ONES)),
+    ("jax.grad(lambda x: op_with_kernel(lambda y: x * y)(1.0, outs=spec()))(1.0)",
+     TypeError, "'op': .* traced values of its closure. Got .* as an operand"),
+    ('op_with_kernel(lambda x: (x.min(), x.max()))(ONES, outs={"low": spec(), "high": spec()})',
+     ValueError, "'op'.*returned .*, but outs declares .*"),
+    ('call_broken("shape")', ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])"),
+    ('call_broken("far")', ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. "),
+    ('call_broken("")', ValueError, "no backend '' for platform 'cpu'"),
+    ('call_broken("raising")', KeyError, "Raised by .* backend 'raising' .*backend= to use another one"),
+    ('call_broken("nothing")', TypeError, "must return a decorated kernel.*Got None. .*pass lambda: f"),
+    ('call_broken("undecorated")', TypeError, "'undecorated' takes (x, out).* a function f .*pass lambda: f"),
+    ('call_broken("numba", alpha=2)', TypeError, "Got alpha .*: lambda alpha: make_kernel(alpha)"),
+    ('call_broken("needs n")', TypeError, "the generator of backend 'needs n' takes (n)"),
+    ("EMPTY_OP(ONES, outs=lambda x: x.T)", TypeError, "got <function .*Write jax.ShapeDtypeStruct(shape"),
+    ("EMPTY_OP(ONES, outs=None)", TypeError, "'empty': outs is missing. .*outs=lambda x: x. A wrapper"),
+    ("jax.jit(call_empty_op)(ONES, k=2.0)", TypeError, "hashable. Parameter 'k' is .*static_argnames=\"k\""),
+    ("xk.general_batching_rule(EMPTY_OP, (ONES,), (0,))", TypeError, "needs outs of .*'empty', .* Got None"),
+    ("call_empty_op(ONES)", NotImplementedError, "Registered: nothing. .*def_kernel('jax', 'cpu', kernel)"),
     # registration
-    (TypeError, "backend and a platform are strings. Got 1 and", lambda: EMPTY_OP.def_kernel(1, "cpu", identity)),
-    (TypeError, "function. Got 'text'. .* a generator, .*lambda: f", lambda: EMPTY_OP.def_kernel("a", "cpu", "text")),
-    (ValueError, "Got 'cuda12'. Write 'gpu'", lambda: EMPTY_OP.def_kernel("a", "cuda12", identity)),
-    (TypeError, "Got grid with .* Decorate the kernel, or pass", lambda: EMPTY_OP.def_numba_kernel(identity, grid=3)),
-    (TypeError, "Got grid with <numba_kernel .*, or pass the options to a wrapper",
-     lambda: EMPTY_OP.def_numba_kernel(add_one, grid=3)),
-    (TypeError, "unexpected keyword argument 'grid'", lambda: EMPTY_OP.def_numba_kernel(NJIT_ITSELF, grid=3)),
-    (TypeError, "calls of an op .*op(x, outs=...)", lambda: EMPTY_OP.def_numba_kernel(NJIT_ITSELF, outs=ONES)),
-    (TypeError, "own backend. .*op.def_numba_kernel(kernel)", lambda: EMPTY_OP.def_warp_kernel(NJIT_ITSELF)),
-    (TypeError, "takes (x, out).*Decorate a kernel with @numba.njit", lambda: call_undecorated("def_numba_kernel")),
-    (TypeError, "takes (x, out).*Decorate a kernel with @wp.kernel", lambda: call_undecorated("def_warp_kernel")),
-    (TypeError, "(x, out).*Decorate .* with @numba.njit", lambda: call_undecorated("def_numba_kernel", True)),
-    (TypeError, "side effects here. .* Call the wrapper itself", lambda: call_broken("effects")),
-    (TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3", lambda: xk.defjvp(3)),
-    (TypeError, "operand 1 must be a function. Got 'wrong'", lambda: EMPTY_OP.def_jvp_rule2(None, "wrong")),
+    ('EMPTY_OP.def_kernel(1, "cpu", identity)', TypeError, "backend and a platform are strings. Got 1 and"),
+    ('EMPTY_OP.def_kernel("a", "cpu", "text")', TypeError, "function. Got 'text'. .* a generator, .*lambda: f"),
+    ('EMPTY_OP.def_kernel("a", "cuda12", identity)', ValueError, "Got 'cuda12'. Write 'gpu'"),
+    ("EMPTY_OP.def_numba_kernel(identity, grid=3)", TypeError, "Got grid with .* Decorate the kernel, or pass"),
+    ("EMPTY_OP.def_numba_kernel(add_one, grid=3)", TypeError, "<numba_kernel .*, or pass the options to a wrapper"),
+    ("EMPTY_OP.def_numba_kernel(NJIT_ITSELF, grid=3)", TypeError, "unexpected keyword argument 'grid'"),
+    ("EMPTY_OP.def_numba_kernel(NJIT_ITSELF, outs=ONES)", TypeError, "calls of an op .*op(x, outs=...)"),
+    ("EMPTY_OP.def_warp_kernel(NJIT_ITSELF)", TypeError, "own backend. .*op.def_numba_kernel(kernel)"),
+    ('call_undecorated("def_numba_kernel")', TypeError, "takes (x, out).*Decorate a kernel with @numba.njit"),
+    ('call_undecorated("def_warp_kernel")', TypeError, "takes (x, out).*Decorate a kernel with @wp.kernel"),
+    ('call_undecorated("def_numba_kernel", True)', TypeError, "(x, out).*Decorate .* with @numba.njit"),
+    ('call_broken("effects")', TypeError, "side effects here. .* Call the wrapper itself"),
+    ("xk.defjvp(3)", TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3"),
+    ('EMPTY_OP.def_jvp_rule2(None, "wrong")', TypeError, "operand 1 must be a function. Got 'wrong'"),
     # transformations
-    (NotImplementedError, "must not have ordered effects", lambda: call_broken("ordered")),
-    (NotImplementedError, "calls an op on tangents", differentiate_op_whose_rule_calls_it),
-    (NotImplementedError, "has no JVP rule", lambda: jax.grad(call_empty_op)(1.0)),
-    (pickle.PicklingError, "'local'.*a variable at the top level", lambda: pickle.dumps(xk.XLACustomKernel("local"))),
+    ('call_broken("ordered")', NotImplementedError, "must not have ordered effects"),
+    ("differentiate_op_whose_rule_calls_it()", NotImplementedError, "calls an op on tangents"),
+    ("jax.grad(call_empty_op)(1.0)", NotImplementedError, "has no JVP rule"),
+    ('pickle.dumps(xk.XLACustomKernel("local"))', pickle.PicklingError, "'local'.*a variable at the top level"),
 ]  # fmt: skip
 
 
-def mistakes(backend, table, *needs):
-    """Return the rows of a table as parameters of the test."""
-    marks = pytest.mark.needs(*needs)
-    return [pytest.param(*row, marks=marks, id=f"{backend}: {words_of(row[1])}") for row in table]
+def mistakes(backend, table, condition):
+    """Return the rows of a table as parameters of the test, with the expressions as IDs."""
+    needs = pytest.mark.needs
+    return [
+        pytest.param(expression, error, text, marks=needs(condition, *others), id=f"{backend}: {expression}")
+        for expression, error, text, *others in table
+    ]
 
 
 @pytest.mark.parametrize("backend", [
@@ -5507,22 +5474,15 @@ def test_op_error_has_same_type_in_compiled_batch(backend):
         jax.jit(jax.vmap(call))(ROWS)
 
 
-@pytest.mark.parametrize(
-    "kind, text, call",
-    [
-        *mistakes("numba", NUMBA_MISTAKES, "numba"),
-        *mistakes("numba", NUMBA_MISTAKES_WITH_FLOAT128, "float128"),
-        *mistakes("numba", NUMBA_MISTAKES_WITH_SCIPY, "scipy"),
-        *mistakes("cuda", CUDA_MISTAKES, "cuda.jit"),
-        *mistakes("warp", WARP_MISTAKES, "warp"),
-        *mistakes("op", OP_MISTAKES, "numba"),
-    ],
-)
-def test_mistake_raises_error_with_fix(kind, text, call):
+@pytest.mark.parametrize("expression, error, text", [
+    *mistakes("numba", NUMBA_MISTAKES, "numba"), *mistakes("cuda", CUDA_MISTAKES, "cuda.jit"),
+    *mistakes("warp", WARP_MISTAKES, "warp"), *mistakes("op", OP_MISTAKES, "numba"),
+])  # fmt: skip
+def test_mistake_raises_error_with_fix(expression, error, text):
     """A valid call before it has no influence on the mistake, and the mistake has none on a later one."""
     np.testing.assert_array_equal(add_one(ONES), ONES + 1)
-    with pytest.raises(kind) as caught:
-        jax.block_until_ready(call())
+    with pytest.raises(error) as caught:
+        jax.block_until_ready(eval(expression, globals()))
     first_line = str(caught.value).partition("\n")[0]  # Numba's own message may follow
     assert re.search(pattern_of(text), "\n".join([first_line, *getattr(caught.value, "__notes__", [])]))
     assert "'NoneType' object" not in str(caught.value)  # an internal error of Numba
@@ -5566,16 +5526,18 @@ def test_concurrent_kernel_errors_keep_messages():
 
 
 def test_failed_calls_do_not_leak():
-    """Each leaked reference would be some ten blocks per call.  jax 0.9 itself leaks three per call."""
+    """A leaked object is at least one block per call.  jax 0.9 itself leaks three per call."""
     call = jax.jit(wrap(kernel_from_body("raise LookupError('no such number')")))
     for _ in range(20):
         error_of(call, ONES)
     gc.collect()
     blocks = sys.getallocatedblocks()
-    for _ in range(50):
+    n_calls = 200
+    for _ in range(n_calls):
         error_of(call, ONES)
     gc.collect()
-    assert sys.getallocatedblocks() - blocks < (50 if jax.__version_info__ >= (0, 11) else 250)
+    leaked_by_jax = 3 * n_calls if jax.__version_info__ < (0, 11) else 0
+    assert sys.getallocatedblocks() - blocks - leaked_by_jax < 150  # threads of other tests also allocate
 
 
 # ======================================================================================================
@@ -5784,12 +5746,12 @@ def test_copy_of_file_loads_backends_on_use(tmp_path):
     assert (at_import, after_use) == ("[]", "[1. 1. 1.] ['llvmlite', 'numba']")
 
 
-def test_missing_backend_error_names_package(monkeypatch):
-    for name, make, packages in ("numba", xk.numba_kernel, "numba"), ("warp", xk.warp_kernel, "warp-lang numba"):
-        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
-        text = rf"{name}_kernel needs {name} .*None in sys.modules\)\. Install it: pip install {packages}(\n|$)"
-        with pytest.raises(ImportError, match=text):
-            make(copy_elements.__wrapped__, like_first)(ONES)
+@pytest.mark.parametrize("name, packages", [("numba", "numba"), ("warp", "warp-lang numba")])
+def test_missing_backend_error_names_package(name, packages, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
+    text = rf"{name}_kernel needs {name} .*None in sys.modules\)\. Install it: pip install {packages}(\n|$)"
+    with pytest.raises(ImportError, match=text):
+        getattr(xk, f"{name}_kernel")(copy_elements.__wrapped__, like_first)(ONES)
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["as installed", "broken warp"])
@@ -5859,7 +5821,7 @@ def documented_programs():
             yield pytest.param(code, " ".join([*comments, output]), marks=needs, id=f"{document} {heading}")
 
 
-@pytest.mark.parametrize("code, prints", list(documented_programs()))
+@pytest.mark.parametrize("code, prints", list(documented_programs()))  # without any, the collection fails
 def test_documented_program_prints_documented_output(code, prints, tmp_path, monkeypatch, capsys):
     if cuda:  # the installed package, or the simulator
         code = code.replace("from numba_cuda_mlir import cuda", f"import {cuda.__name__} as cuda")

@@ -6264,7 +6264,7 @@ class _CudaBatchLaunch:
 #     the grid of a launch                                  `_WarpLaunch.cuda_launch_config`
 #     which launches need more than one kernel launch       `_WarpLaunch._check_recorded`
 #     tiles on CPUs have one memory for all threads         `_WarpCpuEmitter`
-#     kernels with a loop over the grid do not use its z    10.5, test_warp_batch_is_one_launch
+#     kernels with a loop over the grid do not use its z    10.5, test_warp_batch_is_one_launch_or_logs_why_not
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
