@@ -7697,13 +7697,14 @@ class XLACustomKernel(_PickledByReference):
             _check_hashable(self.title, params)
             op_call = self._create_op_call(declared_outs, backend, **params)
             with contextlib.suppress(TypeError):  # raised if a shape in outs contains arrays
-                op_call = self._op_calls.keep(key, op_call)  # if another thread has stored an equal call: this one
+                op_call = self._op_calls.keep(key, op_call)  # the stored call: another thread may have been faster
         return op_call.apply(*ins) if has_tracers else op_call.jitted(*ins)
 
     def _create_op_call(self, /, outs: Any = (), backend: str | None = None, **params: Any) -> _OpCall:
         """Return the `_OpCall` for declared outs, and record that the op was called, see `_set_rules`."""
         self._was_called = True
-        out_specs, out_tree = _normalize_specs(outs, f"{self.title}: outs")  # dtypes: see `with_dtypes_for`
+        # The dtypes stay as declared, also if x64 is disabled: `with_dtypes_for` truncates them in each trace.
+        out_specs, out_tree = _normalize_specs(outs, f"{self.title}: outs")
         return _OpCall(self, tuple(out_specs), out_tree, backend, _StaticParams(params))
 
     def __repr__(self) -> str:
@@ -7791,6 +7792,7 @@ class XLACustomKernel(_PickledByReference):
         """Register a `@cuda.jit` kernel, or a generator of one, as backend `"numba_cuda"` for GPUs.
 
         The options are those of `numba_cuda_kernel`.  A `@cuda.jit` kernel needs `launch_dims`, or `grid` and `block`.
+        A generator takes no options.  It returns a wrapper, `numba_cuda_kernel(kernel, outs, launch_dims=...)`.
         `def_kernel` describes the other arguments.  In Numba's simulator, the kernel is also a fallback on CPUs.
 
         Example:
@@ -7826,11 +7828,11 @@ class XLACustomKernel(_PickledByReference):
         return self._register_kernel("pallas", [platform], asdefault, {}, kg)
 
     def def_triton_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a Triton kernel as backend `"triton"` for GPUs; see `def_kernel`."""
+        """Register a generator for GPUs as backend `"triton"`.  It returns a function that calls a Triton kernel."""
         return self._register_kernel("triton", ["gpu"], asdefault, {}, kg)
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator of a CUDA C++ kernel as backend `"cuda_raw"` for GPUs; see `def_kernel`."""
+        """Register a generator for GPUs as backend `"cuda_raw"`.  It returns a function that calls a CUDA C++ kernel."""
         return self._register_kernel("cuda_raw", ["gpu"], asdefault, {}, kg)
 
     def _register_kernel(
@@ -8268,15 +8270,15 @@ class _OpCall:
         return dataclasses.replace(self, out_specs=tuple(out_specs))
 
     def check_kernel(self, ins: Sequence) -> None:
-        """If JAX's default is the CPU, trace the kernel for CPUs, so that its errors are raised at the user's call.
+        """If this process has only CPUs, trace the kernel for CPUs, so that its errors are raised at the user's call.
 
-        Otherwise the call may be for the CPU or for the default platform, and the lowering reports the errors.
+        With other devices, the platform is only known at lowering, which then raises the errors.
         """
-        is_cpu_default = jax.default_backend() == _default_platform() == "cpu"
+        # `jax_default_device` may name a device that is not of the default backend.
+        has_only_cpus = jax.default_backend() == _default_platform() == "cpu"
         entry = self.op._find_entry("cpu", self.backend)
-        if (
-            is_cpu_default and entry
-        ):  # without an entry, the lowering raises an error, unless it is for another platform
+        # Without an entry, the lowering raises an error, unless it is for another platform, as in an export.
+        if has_only_cpus and entry:
             _check_kernel_once(self, entry, tuple(map(jax.typeof, ins)), _trace_context())
 
     def bind(self, *ins: Any) -> list:
@@ -8334,21 +8336,24 @@ def _op_abstract_eval(*avals: Any, _op_call: _OpCall) -> list:
     Their batch dimensions are sharded like those of the operands.  Their other dimensions are not sharded.  For
     example, two vmaps batch x, and only the inner one batches w:
 
-        x: float32[8@a,4@b,3]   in_axes (0, 0)      mesh axes ["a", "b"]
-        w: float32[4@b,3]       in_axes (None, 0)   mesh axes [None, "b"]
-        an output: float32[8@a,4@b,3]               mesh axes ["a", "b"], for each vmap the first that is not None
+        x: float32[8@a,4@b,3]   axes per vmap (0, 0)      mesh axes ["a", "b"]
+        w: float32[4@b,3]       axes per vmap (None, 0)   mesh axes [None, "b"]
+        an output: float32[8@a,4@b,3]                     mesh axes ["a", "b"], for each vmap the first that is not None
     """
-    in_axes_per_operand = zip(*_op_call.in_axes_per_vmap)  # without vmaps, this is empty
-    mesh_axes_per_operand = map(_batch_mesh_axes, avals, in_axes_per_operand)
+    axes_per_vmap = zip(*_op_call.in_axes_per_vmap)  # of each operand; without vmaps, this is empty
+    mesh_axes_per_operand = map(_batch_mesh_axes, avals, axes_per_vmap)
     partition = _batch_partition(zip(*mesh_axes_per_operand))  # `zip` gives the mesh axes of all operands per vmap
     # `_out_aval` takes the mesh, and the manual axes over which an output varies, from `avals`.
     return [_out_aval(out.shape, out.dtype, avals, partition) for out in _op_call.batched_out_specs]
 
 
-def _batch_mesh_axes(aval: Any, in_axes: tuple) -> list:
+def _batch_mesh_axes(aval: Any, axis_per_vmap: tuple) -> list:
     """For each vmap, return the mesh axis over which an operand is sharded in the dimension of this vmap, or None."""
-    # The dimension of vmap i has the index `in_axes[:i].count(0)`: outer vmaps that batch the operand have one each.
-    return [None if axis is None else aval.sharding.spec[in_axes[:i].count(0)] for i, axis in enumerate(in_axes)]
+    mesh_axes = []
+    partition = list(aval.sharding.spec)
+    for axis in axis_per_vmap:  # the vmaps that batch the operand have its first dimensions, in the same order
+        mesh_axes.append(None if axis is None else partition.pop(0))
+    return mesh_axes
 
 
 def _op_lowering(ctx: Any, *ins: Any, _op_call: _OpCall) -> Any:
@@ -8737,7 +8742,7 @@ def _op_jvp(primals: Sequence, tangents: Sequence, *, _op_call: _OpCall) -> tupl
 
     in_axes_per_vmap = [(*in_axes, *in_axes) for in_axes in _op_call.in_axes_per_vmap]  # the tangents are batched alike
     outputs, tangents_out = _replay_vmaps(jvp_of_slice, in_axes_per_vmap, [*primals, *tangents])
-    # A rule returns None or a symbolic zero for zero.  Under vmaps, the symbolic zero has the shape of a slice.
+    # `_apply_jvp_rule` returns None for zero.  `_sum_jvp_terms` returns a symbolic zero, with the shape of a slice.
     zero_types = (ad.Zero, type(None))
     return outputs, [_zero_tangent(x) if type(t) in zero_types else t for x, t in zip(outputs, tangents_out)]
 
@@ -8875,7 +8880,8 @@ def _checked_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
     """Return the outputs of a kernel or rule as a flat list of arrays, or raise if they do not match `outs`.
 
     The containers may differ from those of `outs`, except dicts: JAX sorts their keys, so other dicts may hold the
-    outputs in another order.  The structures must be equal if `outs` has a dict, or if a returned dict has an order.
+    outputs in another order.  The structures must be equal if `outs` has a dict, or if a returned dict has several
+    leaves.
     """
     leaves, structure = jax.tree.flatten(returned)
     must_match_exactly = _contains_dict(op_call.out_tree) or (_contains_dict(structure) and len(leaves) > 1)
