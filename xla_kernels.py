@@ -7832,7 +7832,7 @@ class XLACustomKernel(_PickledByReference):
         return self._register_kernel("triton", ["gpu"], asdefault, {}, kg)
 
     def def_cuda_raw_kernel(self, kg: Any = None, asdefault: bool = False) -> Any:
-        """Register a generator for GPUs as backend `"cuda_raw"`.  It returns a function that calls a CUDA C++ kernel."""
+        """Register a generator for GPUs as backend `"cuda_raw"`.  It returns a function that calls a C++ kernel."""
         return self._register_kernel("cuda_raw", ["gpu"], asdefault, {}, kg)
 
     def _register_kernel(
