@@ -4063,6 +4063,9 @@ WARP_GRADIENTS = {
     "maximum by a branch": (
         "s = x[i, 0]\nfor j in range(x.shape[1]):\n    if x[i, j] > s:  # wrong: s\n        s = x[i, j]\nout[i] = s",
         jnp.max),
+    "value passed through three variables": (
+        "a, b, c = float(0.0), float(0.0), float(0.0)\n"
+        + row_loop("s += a * a  # wrong: a\n    a = b\n    b = c\n    c = x[i, j]"), lambda x: x[0] ** 2),
     "quotient": (row_loop("s = s / x[i, j]  # wrong: s", start="1.0"), lambda x: 1 / jnp.prod(x)),
     "while loop": (
         "s = float(0.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s += x[i, j]  # wrong: j\n    j += 1\nout[i] = s",

@@ -826,7 +826,7 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature  # (5.1) the name of the kernel (`label`), and the dtypes, ranks, ... of its buffers
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_rehash_kernel(kernel)`
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_refreshed_key(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, which words of the launch attribute are replaced by pointers (10.4)
@@ -1933,7 +1933,7 @@ class _PickledByReference:
     def __reduce__(self) -> tuple:
         # Only the processes of a pool share `__main__`.  `builtins._` is the last result at the prompt.
         importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
-        return self._reference_from(importable) or self._reduce_without_module()
+        return self._reference_from(importable) or self._reduce_if_not_importable()
 
     def _reference_from(self, module_names: Iterable[str]) -> tuple:
         """Return a reference to the first variable of these modules that holds this object, or an empty tuple."""
@@ -1943,7 +1943,7 @@ class _PickledByReference:
                     return pkgutil.resolve_name, (f"{module_name}:{variable}",)
         return ()
 
-    def _reduce_without_module(self) -> tuple:
+    def _reduce_if_not_importable(self) -> tuple:
         """Return the value of `__reduce__` if no importable module holds the object.  `_Wrapper` overrides this."""
         if reference := self._reference_from(["__main__"]):
             return reference
@@ -1954,7 +1954,7 @@ class _PickledByReference:
 
 
 def _loaded(data: bytes) -> Any:
-    """Recreate a wrapper from the data of `_Wrapper._reduce_without_module`."""
+    """Recreate a wrapper from the data of `_Wrapper._reduce_if_not_importable`."""
     # Do not rename this function, because pickles contain its name.
     make, *args = pickle.loads(data)
     return make(*args)
@@ -2029,7 +2029,7 @@ class _Wrapper(_PickledByReference):
     def __repr__(self) -> str:
         return f"<{self.decorator} {self.__name__}>"
 
-    def _reduce_without_module(self) -> tuple:
+    def _reduce_if_not_importable(self) -> tuple:
         """Pickle the wrapper by value: its kernel and options.  (hook)"""
         serialize = _import("numba.core.serialize", "a pickle", _NUMBA_INSTALL)
         return _loaded, (serialize.dumps((type(self), self.kernel, self.options)),)
@@ -4652,7 +4652,7 @@ def _effect(callee: Any) -> _Effect:
     if not _is_warp_function(callee):  # for example, a function that is an argument
         return _Effect.UNKNOWN
     warp_types = [warp_type for overload in (callee, *callee.overloads) for warp_type in overload.input_types.values()]
-    takes_arrays = any(warp_type is Any or _is_warp_array(warp_type) for warp_type in warp_types)
+    takes_arrays = any(warp_type is Any or _is_array_type(warp_type) for warp_type in warp_types)
     return _EFFECTS.get(callee.key, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
 
 
@@ -4661,7 +4661,7 @@ def _loaded_module(name: str) -> Any:
     return sys.modules[name]
 
 
-def _is_warp_array(warp_type: Any) -> bool:
+def _is_array_type(warp_type: Any) -> bool:
     """Return whether the type of a parameter is an array: `wp.array`, or another class such as `wp.indexedarray`."""
     return hasattr(warp_type, "ndim")
 
@@ -4829,7 +4829,7 @@ class _FunctionAnalysis:
         for name, warp_type in _parameter_types(function).items():
             if max_ndim := _max_ndim(warp_type):
                 # If it is not an array, it is a struct, `Any` or a reference.
-                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_warp_array(warp_type))}
+                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_array_type(warp_type))}
                 if is_cpp or _is_reference(warp_type):
                     self.maybe_stored.append(name)
 
@@ -6247,24 +6247,27 @@ class _CudaBatchLaunch:
 #
 #     `_WarpKernel.__call__`                    separates the arrays from the values that are passed by value
 #     `_WarpKernel._find_target`                checks the arrays, and the kernel's stores to them (section 8)
-#     `_PendingWarpTarget.prepare_lowering`     registers a handler, when the platform is known:
+#     `_PendingWarpTarget.prepare_lowering`     registers a handler: for JAX's default platform when the call is traced,
+#                                               and for another one when the call is lowered
 #       `_WarpLaunch.record`                      Warp compiles the kernel, and records a launch of it
 #       `_WarpEmitter`                            writes a handler that repeats this launch with the buffers of a call
 #
 # The recorded launch has placeholders: unusual numbers in place of the pointers to buffers, which the handler replaces.
 # If JAX differentiates the call, `_WarpKernel._backward` takes the last three steps for Warp's adjoint of the kernel.
 #
-# A new version of Warp is supported if all tests named test_warp pass: so far 1.14, 1.16, 1.18 and 1.19.  These depend
-# on Warp's internals.  Most changes of the first two raise errors.  Changes of the others may show only in the tests:
+# A new version of Warp is supported if all tests named test_warp pass.  So far, these are 1.14, 1.16, 1.18 and 1.19,
+# called "1.14 to 1.19" elsewhere.  This section depends on these internals of Warp:
 #
-#     attributes of kernels, modules and types              `_parse_parameter`, `_rehash_kernel`
+#     attributes of kernels, modules and types              `_parse_parameter`, `_refreshed_key`
 #     how a launch is recorded, packed and run              `_WarpLaunch.record`, `_packed_parameters`
-#     options that the hash of a kernel does not cover      `_rehash_kernel`
+#     options that the hash of a kernel does not cover      `_refreshed_key`
 #     when Warp evaluates `wp.static`                       `_warn_of_deferred_static`
 #     the grid of a launch                                  `_WarpLaunch.cuda_launch_config`
 #     which launches need more than one kernel launch       `_WarpLaunch._check_recorded`
 #     tiles on CPUs have one memory for all threads         `_WarpCpuEmitter`
 #     kernels with a loop over the grid do not use its z    10.5, test_warp_batch_is_one_launch_or_logs_why_not
+#
+# Most changes of the first two raise errors.  Changes of the others may show only in the tests.
 
 _WARP_INSTALL = "pip install warp-lang numba"
 _WARP_DTYPES = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split()
@@ -6304,8 +6307,8 @@ def warp_kernel(
     dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element, but not an
     output, may omit the other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.
 
-    **Inputs are read-only.**  A kernel that stores to an input raises an error when it is traced.  If it may store
-    to an input or to another array, such as `z[i] = 1.0` where `z` is `x` or `out`, it gets a copy of the input.
+    **Inputs are read-only.**  If a kernel stores to an input, its call raises an error when JAX traces it.  If the
+    array of a store is not known (`z[i] = 1.0`, where `z` is `x` or `out`), the kernel gets a copy of the input.
 
     **Values.** Parameters of all other types (scalars, vectors, matrices, structs) are passed by value.  Values must be
     known when JAX traces the call, and each new value recompiles the traced function.  If a number changes often, such
@@ -6334,11 +6337,10 @@ def warp_kernel(
     - the kernel has C++ code, adjoints or code transformers of your own;
     - Warp cannot compile the kernel for batches, or captured values have changed since the kernel was compiled.
 
-    **Redefinition.** A wrapper keeps the helpers and constants that its kernel referenced at the first trace.  If you
-    redefine one, create the wrapper again.  For kernels that are created in a loop or by a factory, use
-    `@wp.kernel(module="unique")`: Warp then builds each kernel alone, and not the whole module again.  Warp cannot tell
-    two kernels of one module apart if they differ only in an int beyond 32 bits or in the last digits of a float.
-    Give such constants a type, such as `wp.float64(0.1)`.
+    **Redefinition.** Calls may use the helpers and constants of an earlier trace.  If you redefine one, create the
+    wrapper again.  If a loop or factory creates kernels, use `@wp.kernel(module="unique")`, so that Warp builds each
+    one alone.  In one module, Warp does not distinguish kernels that differ only in an int beyond 32 bits or in the
+    last digits of a float.  Give such constants a type, such as `wp.float64(0.1)`.
 
     Args:
       kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  If it is omitted,
@@ -6347,7 +6349,7 @@ def warp_kernel(
         `numba_kernel`.  The function gets the specs of arrays, and the values as they are.
       launch_dims: The number of threads for each index of `wp.tid()`: an int, a tuple of up to 4 ints, or a function of
         the inputs that returns one of these.  The function gets the same arguments as `outs`.  If a number is 0,
-        nothing is launched: new outputs are zeros.  Default: see "Launch dimensions" above.
+        nothing is launched, and new outputs are zeros, even if `zero_outputs=False`.  Default: see "Launch dimensions".
       block_dim: The number of threads in a block on GPUs, an int up to 1,024.  On CPUs, it has no effect.  Default 256.
       tiled: Whether blocks work on tiles, as with `wp.launch_tiled`, a bool.  If True, `launch_dims` counts blocks, in
         up to 3 dimensions.  Default False.
@@ -6363,9 +6365,9 @@ def warp_kernel(
     Raises:
       TypeError: If the kernel is generic, a parameter has an unsupported type, the number of arguments is wrong, an
         array has a wrong shape or dtype, the kernel writes to an input, or a value is traced.
-      ValueError: If `launch_dims` is missing, out of range or, for tiles on GPUs, not a multiple of `block_dim`.  If a
-        value is out of range, an extent or stride needs more than 32 bits, an option does not support `differentiable`,
-        or the kernel has no adjoint.
+      ValueError: If `launch_dims` is missing or out of range.  If, for tiles on GPUs, the total number of threads is
+        not a multiple of `block_dim`.  If a value is out of range, an extent or stride needs more than 32 bits, an
+        option does not support `differentiable`, or the kernel has no adjoint.
       NotImplementedError: If Warp needs more than one plain kernel launch: deterministic mode and clusters on GPUs,
         `enable_cpu_blocks` with tiles on CPUs.  Use `wp.jax_kernel`.  Also if an array has a symbolic dimension, and if
         a program for CUDA is lowered without a GPU.
@@ -6441,11 +6443,11 @@ def jaxinfo_to_warpinfo(info: Any) -> Any:
 # -- 10.2 The wrapper ----------------------------------------------------------------------------------
 
 
-class _WarpArray(NamedTuple):
-    """An array that a launch passes to a kernel, or a gradient that it passes to the adjoint."""
+class _ArrayField(NamedTuple):
+    """A field of a `wp.array` with a pointer to a buffer: ("x", "data") for `x`, ("x", "grad") for its gradient."""
 
     parameter: str  # the name of the kernel's parameter
-    field: str  # the field of the `wp.array` with the pointer: "data" or, for a gradient, "grad"
+    field: str  # "data" or, in a launch of the adjoint, "grad"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -6503,7 +6505,7 @@ class _WarpKernel(_Wrapper):
                 "wp.overload(kernel, [wp.array(dtype=float), wp.array(dtype=float)])."
             )
         self.warp_params = {arg.label: _parse_parameter(wp, kernel, arg) for arg in kernel.adj.args}
-        self.value_names = {name for name, param in self.warp_params.items() if not param.ndim}
+        self.value_names = {name for name, param in self.warp_params.items() if param.is_value}
         # {parameter: value}.  None is a null array.  The values are copied, because the caller may change a struct, and
         # later traces, for other shapes, need the same values.
         self.fixed = copy.deepcopy(fixed or {})
@@ -6526,9 +6528,9 @@ class _WarpKernel(_Wrapper):
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_by_position([x for name, x in arguments.items() if name not in fixed])
 
-    # Pickle only by reference: this replaces the method of `_Wrapper`, which pickles by value.  Such a pickle would
-    # contain the kernel's Warp module, a second one for the process that loads it.
-    _reduce_without_module = _PickledByReference._reduce_without_module
+    # Pickle only by reference, as ops do, and not by value, as other wrappers do.  A pickle by value would contain the
+    # kernel's Warp module, a second one for the process that loads it.
+    _reduce_if_not_importable = _PickledByReference._reduce_if_not_importable
 
     # -- options that refer to arguments ---------------------------------------------------------------
 
@@ -6567,7 +6569,7 @@ class _WarpKernel(_Wrapper):
             role     input    in-out    in-out    output    scratch    input (the copy)
         """
         n_in = len(call.ins)
-        # Only the copies of inputs are scratch buffers that are aliased to an input.
+        # A copy is a result after the outputs that is aliased to its input.  The user's scratch buffers have no alias.
         copied = [self.parameters[i] for i, j in call.aliases if j >= len(call.outs)]
         names = [*self.parameters[:n_in], *self.in_outs, *self.parameters[n_in:], *copied]
         if len(names) != len(call.buffers):
@@ -6590,31 +6592,32 @@ class _WarpKernel(_Wrapper):
         buffer_of = {name: buffer for buffer, name in enumerate(names)}
         _check_stores(self, call, source, buffer_of)
         _warn_of_deferred_static(self.kernel, self.title)
-        return self._make_target(call, [_WarpArray(name, "data") for name in names], call.ins, source)
+        return self._make_target(call, [_ArrayField(name, "data") for name in names], call.ins, source)
 
     def _make_target(
-        self, call: _CallParams, arrays: Sequence[_WarpArray], user_ins: Sequence[_Spec], source: _WarpSource
+        self, call: _CallParams, fields: Sequence[_ArrayField], user_ins: Sequence[_Spec], source: _WarpSource
     ) -> _PendingWarpTarget:
         """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
-          arrays: the array in each buffer of the call.  If an array has several buffers, Warp gets the last one.
+          fields: for each buffer of the call, the field that points to it.  Of several buffers, Warp gets the last one.
           user_ins: the specs of the user's inputs, for options that are functions.
         """
-        buffer_of = {array: buffer for buffer, array in enumerate(arrays)}
+        buffer_of = {field: buffer for buffer, field in enumerate(fields)}
         array_dims = {
-            array.parameter: self.warp_params[array.parameter].array_dims(call.buffers[buffer].shape)
-            for array, buffer in buffer_of.items()
+            name: self.warp_params[name].array_dims(call.buffers[buffer].shape)
+            for (name, _), buffer in buffer_of.items()
         }
         launch_dims = self._launch_dims(user_ins, array_dims, source)
+        label = self.__name__
         launch = _WarpLaunch(
             title=self.title,
-            label=self.__name__,
+            label=label,
             kernel=self.kernel,
             fixed=self.fixed,
             array_dims=array_dims,
-            key=(_rehash_kernel(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
-            array_buffers=tuple(buffer_of.items()),
+            key=(_refreshed_key(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
+            field_buffers=tuple(buffer_of.items()),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
@@ -6622,11 +6625,11 @@ class _WarpKernel(_Wrapper):
             in_order=self.options.in_order,
         )
         target = _PendingWarpTarget(
-            self.__name__,
+            name=label,  # only for messages: the name of the target is not known yet
             is_noop=0 in launch_dims,
             title=self.title,
             launch=launch,
-            signature=call.signature(self.__name__),
+            signature=call.signature(label),
             requested_name=self.options.name,
         )
         # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
@@ -6714,7 +6717,7 @@ class _WarpKernel(_Wrapper):
             for name, x in zip(self.parameters, args)
         )
 
-    def _adjoint_call(self, args: list[_Spec], outs: list[_Spec]) -> tuple[_CallParams, list[_WarpArray], list[str]]:
+    def _adjoint_call(self, args: list[_Spec], outs: list[_Spec]) -> tuple[_CallParams, list[_ArrayField], list[str]]:
         """Return the call of the adjoint, its operands, and the inputs whose gradients are its last results.
 
         For example, the buffers of the adjoint of `kernel(x, out)` are, with `d_x` for the gradient of `x`:
@@ -6724,20 +6727,19 @@ class _WarpKernel(_Wrapper):
             role           operand    operand    operand    overwritten    overwritten    gradient
             starts with                                     buffer 1       buffer 2       zeros
 
-        Warp's adjoint overwrites the cotangents, such as `d_out`, and adds to the gradients of the inputs.  It repeats
-        the stores of helpers, so it may overwrite arrays, such as `out`.
+        Warp's adjoint overwrites the cotangents, such as `d_out`, and adds to the gradients of the inputs.  All stored
+        arrays count as overwritten, too: the adjoint first runs the kernel without its own stores, but calls helpers
+        in full, and the analysis cannot tell which stores are in helpers.
         """
         spec_of = dict(zip(self.parameters, [*args, *outs], strict=True))
         floats = [name for name, spec in spec_of.items() if jax.dtypes.issubdtype(spec.dtype, np.floating)]
         gradients = [name for name in self.parameters[: len(args)] if name in floats]
         source = _warp_source(self.kernel)
-        # The adjoint does not repeat the stores of the kernel itself.  They count, too, because the analysis does not
-        # distinguish them from those of helpers.
         maybe_stored = self.parameters if source.has_unanalyzed_code else source.stores
-        operands = [_WarpArray(name, "data") for name in self.parameters]
-        operands += [_WarpArray(name, "grad") for name in floats if name not in gradients]
+        operands = [_ArrayField(name, "data") for name in self.parameters]
+        operands += [_ArrayField(name, "grad") for name in floats if name not in gradients]
         overwritten = [x for x in operands if x.field == "grad" or x.parameter in maybe_stored]
-        results = overwritten + [_WarpArray(name, "grad") for name in gradients]
+        results = overwritten + [_ArrayField(name, "grad") for name in gradients]
         call = _CallParams(
             ins=tuple(spec_of[x.parameter] for x in operands),
             outs=tuple(spec_of[x.parameter] for x in results),
@@ -6787,6 +6789,10 @@ class _WarpParam:
     element_shape: tuple[int, ...]  # (3,); () if the elements are scalars
     ndim: int  # number of dimensions of the array, without those of its elements: 2; 0 for a value
 
+    @property
+    def is_value(self) -> bool:
+        return self.ndim == 0
+
     def array_dims(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of an array of this shape, without those of its elements."""
         dims = shape[: len(shape) - len(self.element_shape)]
@@ -6824,7 +6830,7 @@ class _WarpParam:
 
         `role` is "input", "in-out", "output" or "scratch".
         """
-        if self.ndim == 0:
+        if self.is_value:
             raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
         if spec.dtype != self.dtype:
             raise self._error(TypeError, spec, self._dtype_fix(spec, role))
@@ -6849,7 +6855,7 @@ class _WarpParam:
 
     def _error(self, kind: type[Exception], argument: Any, fix: str) -> Exception:
         """Return the error for a value, or for the spec of an array, that cannot be the argument."""
-        rule = f"must be an array {self}" if self.ndim else f"is passed by value, as {self}"
+        rule = f"is passed by value, as {self}" if self.is_value else f"must be an array {self}"
         if isinstance(argument, jax.core.Tracer):
             shown = f"a traced {_format_spec(argument)}"
         elif isinstance(argument, jax.ShapeDtypeStruct):
@@ -6859,7 +6865,7 @@ class _WarpParam:
         return kind(f"{self.title} {rule}. Got {shown}. {fix}.")
 
     def _dtype_fix(self, spec: _Spec, role: str) -> str:
-        needs_x64 = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # because it is disabled
+        needs_x64 = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # JAX takes 32 bits instead of 64
         if role in ("output", "scratch"):
             fix = f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
             return f'{fix}, after jax.config.update("jax_enable_x64", True)' if needs_x64 else fix
@@ -6901,9 +6907,10 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     dtypes = {getattr(wp, name): np.dtype(name) for name in _WARP_DTYPES}
     dtypes |= {float: np.dtype("f4"), int: np.dtype("i4"), bool: np.dtype("?"), wp.handle: np.dtype("u8")}
     dtype = dtypes.get(getattr(element, "_wp_scalar_type_", element))
+    has_arrays = _max_ndim(warp_type) > 0
     # A struct that is passed by value.  This excludes arrays of structs, which JAX does not have, and structs with
     # arrays, whose pointers the handler would not replace.
-    is_struct_value = _is_warp_struct(element) and not _max_ndim(warp_type)
+    is_struct_value = _is_warp_struct(element) and not has_arrays
     if dtype is None and not is_struct_value:
         fix = f"Use a wp.array. Instead of an indexedarray, pass {argument.label}[indices]."
         if _is_warp_struct(element):
@@ -6924,8 +6931,8 @@ def _python_numbers(value: Any) -> np.ndarray:
 
 def _value_key(value: Any) -> tuple:
     """Return a key that is equal only for values that the kernel, and options such as `outs`, cannot tell apart."""
-    if hasattr(value, "__ctype__"):  # a struct
-        return type(value), bytes(value.__ctype__())
+    if hasattr(value, "_ctype"):  # a struct of Warp, which holds a C struct
+        return type(value), bytes(value._ctype)
     numbers = str(_python_numbers(value).tolist())  # as text, because 0.0 == -0.0, and nan != nan
     return type(value), getattr(value, "dtype", None), numbers
 
@@ -6935,53 +6942,52 @@ def _warp_options(kernel: Any) -> dict[str, Any]:
     return kernel.module.resolve_options(sys.modules["warp"].config) | kernel.options
 
 
-def _rehash_kernel(kernel: Any) -> tuple[str, ...]:
-    """Let Warp hash a kernel again (0.06 ms), set `grid_stride` of its module's kernels, and retry a failed build.
+def _refreshed_key(kernel: Any) -> tuple[str, ...]:
+    """Let Warp hash a kernel again (0.06 ms), and return a key for caches.
 
-    Return a key for caches.  Kernels with equal keys have the same machine code, except for deferred statics (below)
-    and `block_dim`.  The key contains the module's name, because Warp builds each module on its own.
+    Kernels with equal keys have the same machine code, except for deferred statics (below) and `block_dim`.  The key
+    contains the module's name, because Warp builds each module on its own.
     """
     with _warp_session() as wp:
-        # Warp < 1.19 silently creates an empty kernel, if an earlier build of it has failed.
+        # If a build of the kernel has failed, Warp < 1.19 leaves it out of later builds, without an error.
         kernel.adj.skip_build = False
-        kernel.module.get_module_hash()
+        kernel.module.get_module_hash()  # sets `hash`, and `grid_stride` where Warp has it, of the module's kernels
         options = _warp_options(kernel) | {"block_dim": None}  # Warp 1.14 stores that of the last launch here
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {`_rehash_kernel(kernel)`: `_WarpSource`}
+_WARP_SOURCES = _BoundedCache()  # {`_refreshed_key(kernel)`: `_WarpSource`}
 
 
 def _warp_source(kernel: Any) -> _WarpSource:
     """Return the stores of a kernel as it is now, and other facts about its source (section 8)."""
-    key = _rehash_kernel(kernel)
+    key = _refreshed_key(kernel)
     return _WARP_SOURCES.get(key) or _WARP_SOURCES.keep(key, _WarpSource(kernel))
-
-
-# Warp evaluates a `wp.static` that uses the variable of a loop only when it builds the module:
-#
-#     def make(table):
-#         @wp.kernel
-#         def f(out: wp.array(dtype=float)):
-#             for j in range(2):
-#                 out[j] = wp.static(table[j])     # a deferred static
-#         return f
-#
-#     f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
-#
-# Before that, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects such as the
-# tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of them, at random.  The other one has no
-# `deferred_static_expressions`, and may run the code of the first (Warp 1.14 to 1.19, also with `wp.launch`).
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
     """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
 
-    The caller has let Warp hash the kernels of the module again (`_rehash_kernel`).
+    A `wp.static` is deferred if it uses the variable of a loop.  Warp evaluates it when it builds the module:
+
+        def make(table):
+            @wp.kernel
+            def f(out: wp.array(dtype=float)):
+                for j in range(2):
+                    out[j] = wp.static(table[j])     # a deferred static
+            return f
+
+        f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
+
+    Before it builds them, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects
+    such as the tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of them, at random, and adds
+    the values to its `deferred_static_expressions`.  The other kernel has none there, and may run the code of the first
+    (Warp 1.14 to 1.19, also with `wp.launch`).
+
+    The caller has let Warp hash the kernels of the module again (`_refreshed_key`).
     """
-    has_deferred_static = kernel.adj.has_unresolved_static_expressions
     was_built = bool(kernel.adj.deferred_static_expressions)
-    if was_built or not has_deferred_static:
+    if was_built or not kernel.adj.has_unresolved_static_expressions:  # the latter are the deferred statics
         return
     with _WARP_LOCK:
         similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
@@ -7013,11 +7019,13 @@ def _captured_key(function: Any) -> tuple:
 # A batch launch (10.5) also has placeholders for the step of each buffer: the number of bytes from one slice to the
 # next, or 0 if all slices share the buffer.
 
+_STEP = "_xla_step_{}"  # the parameter of a batch kernel with the step of a buffer
+
 
 def _placeholder_word(buffer: int, is_step: bool) -> int:
     """Return the placeholder of the pointer to a buffer, or of its step.
 
-    No other word of a launch equals it by accident.  As a pointer, it is aligned to 16 bytes, as Warp expects.
+    It is improbable that another word of a launch equals it.  A pointer is aligned to 16 bytes, as Warp expects.
     """
     return 0x5EED_0F0A_C417_0000 + 16 * buffer + 8 * is_step
 
@@ -7040,7 +7048,7 @@ class _WarpLaunch:
     fixed: Mapping[str, Any] = dataclasses.field(compare=False)  # values, and None for null arrays
     array_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(compare=False)  # without those of elements
     key: tuple  # compared instead of the kernel, the fixed values and the dimensions
-    array_buffers: tuple[tuple[_WarpArray, int], ...]  # (array, index of its buffer)
+    field_buffers: tuple[tuple[_ArrayField, int], ...]  # (field, index of its buffer)
     launch_dims: tuple[int, ...]
     block_dim: int
     is_tiled: bool  # whether `launch_dims` counts blocks
@@ -7049,20 +7057,23 @@ class _WarpLaunch:
     is_batch_launch: bool = False  # whether `kernel` is a batch kernel (10.5)
 
     def for_batch(self) -> _WarpLaunch:
-        """Return the launch of the batch kernel (10.5)."""
-        return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, self.array_buffers), is_batch_launch=True)
+        """Return the launch of the batch kernel (10.5), or raise the reason why there is none."""
+        if self.in_order:
+            raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
+        return dataclasses.replace(self, kernel=_batch_kernel(self.kernel, self.field_buffers), is_batch_launch=True)
 
     def record(self, wp: Any, device: str) -> Any:
         """Return Warp's record of the launch on a device, with placeholders.  This compiles and loads the kernel."""
         warp_types = _parameter_types(self.kernel)
         arguments, gradients = self._arguments_and_gradients(wp, warp_types, device)
         block_dim = 1 if device == "cpu" else self.block_dim
+        # Warp counts threads.  As in `wp.launch_tiled`, the last dimension of tiled launches is the thread of a block.
         dims = (*self.launch_dims, block_dim) if self.is_tiled else self.launch_dims
         options: dict[str, Any] = {"device": device, "block_dim": block_dim, "record_cmd": True}
-        if gradients:
+        if gradients:  # so this is a launch of the adjoint
             self._check_has_adjoint()
             # Warp expects a gradient for each parameter.  That of a value is zero and not used.
-            adjoint_inputs = [gradients.get(name) if _is_warp_array(t) else t() for name, t in warp_types.items()]
+            adjoint_inputs = [gradients.get(name) if _is_array_type(t) else t() for name, t in warp_types.items()]
             options |= {"adj_inputs": adjoint_inputs, "adjoint": True}
         try:
             recorded = wp.launch(self.kernel, dims, [arguments[name] for name in warp_types], **options)
@@ -7076,7 +7087,7 @@ class _WarpLaunch:
         """Return {parameter: argument} and {parameter: gradient}, with placeholders as the pointers of arrays."""
         arguments = dict(self.fixed)
         gradients: dict[str, Any] = {}
-        for (name, field), buffer in self.array_buffers:
+        for (name, field), buffer in self.field_buffers:
             pointer = _placeholder_word(buffer, is_step=False)
             dims, dtype = self.array_dims[name], warp_types[name].dtype
             passed = gradients if field == "grad" else arguments
@@ -7117,7 +7128,7 @@ class _WarpLaunch:
     def placeholders_in(self, words: Sequence[int]) -> tuple[_Placeholder, ...]:
         """Return the places of the placeholders among the words of a launch.  Raise an error if one is missing."""
         meaning_of = {}  # {placeholder: (buffer, is_step)}
-        for _, buffer in self.array_buffers:
+        for _, buffer in self.field_buffers:
             for is_step in (False, True) if self.is_batch_launch else (False,):
                 meaning_of[_placeholder_word(buffer, is_step)] = buffer, is_step
         if not meaning_of.keys() <= set(words):
@@ -7129,19 +7140,21 @@ class _WarpLaunch:
 
     def cuda_launch_config(self, recorded: Any, shared_mem: int) -> _LaunchConfig:
         """Return the launch configuration.  This copies `wp_cuda_launch_kernel` of warp.cu."""
-        threads_per_block = self.block_dim
         n_threads = recorded.bounds.size
-        if n_threads % threads_per_block and self.uses_tiles:
+        if n_threads % self.block_dim and self.uses_tiles:
             raise ValueError(
-                f"{self.title}: all {threads_per_block} threads of a block work on a tile. "
+                f"{self.title}: all {self.block_dim} threads of a block work on a tile. "
                 f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
                 "that launch_dims counts blocks."
             )
-        grid_x = n_blocks = -(-n_threads // threads_per_block)  # rounded up, here and below
-        # `_rehash_kernel` sets `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        grid_x = n_blocks = -(-n_threads // self.block_dim)  # rounded up, here and below
+        # `_refreshed_key` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
-            grid_x = min(n_blocks, _WARP_MAX_THREADS_X // threads_per_block)  # the other blocks are along y
-        return _LaunchConfig(grid_x, -(-n_blocks // grid_x), 1, threads_per_block, 1, 1, shared_mem)
+            grid_x = min(n_blocks, _WARP_MAX_THREADS_X // self.block_dim)  # the other blocks are along y
+        grid_y = -(-n_blocks // grid_x)
+        return _LaunchConfig(
+            grid_x=grid_x, grid_y=grid_y, grid_z=1, block_x=self.block_dim, block_y=1, block_z=1, shared_mem=shared_mem
+        )
 
 
 def _packed_parameters(recorded: Any) -> list[bytes]:
@@ -7160,13 +7173,12 @@ def _packed_parameters(recorded: Any) -> list[bytes]:
         dry_run = copy.copy(recorded)
         dry_run.hooks = types.SimpleNamespace(forward=keep_parameters, backward=keep_parameters)
         dry_run.launch()
+    # `bytes(n)` is n zeros, here as many as are missing to a multiple of 8.
     return [bytes(parameter) + bytes(-ctypes.sizeof(parameter) % 8) for parameter in parameters]
 
 
 class _WarpEmitter(_Emitter):
     """An emitter that repeats a recorded launch for each slice or, as a batch launch, for many slices."""
-
-    write_launch_setup: Callable  # of the subclasses, as in `_CudaLauncher`
 
     def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
         """Read the recorded launches, one for each device of a platform.  All pass the same words."""
@@ -7180,27 +7192,28 @@ class _WarpEmitter(_Emitter):
         self.placeholders = launch.placeholders_in(self.launch_attribute)
         self.is_batch_launch = launch.is_batch_launch
 
-    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        *offsets, n_words = itertools.accumulate(self.param_sizes, initial=0)
-        words = ir.alloca(_I64, n_words)
-        n_config_words = len(self.launch_attribute) - n_words  # on GPUs, the `_LaunchConfig` comes first
-        ir.copy_bytes(words, ir.launch_attribute(frame) + 8 * n_config_words, 8 * n_words)
-        params = [words + 8 * offset for offset in offsets]  # the address of each parameter
-        write_launch = self.write_launch_setup(ir, frame)
+    def copy_parameters(self, ir: _HandlerBuilder, frame: _StructPointer, first_word: int = 0) -> list[_Int64]:
+        """Copy the parameters from the launch attribute to the stack, and return the address of each.
 
-        def replace_placeholders(arrays: Sequence[_KernelArray]) -> None:
-            for position, buffer, is_step in self.placeholders:
-                value = buffers[buffer].step if is_step else arrays[buffer].pointer
-                ir.store(value, words + 8 * position)
+        They begin at `first_word`.  For example, for a first parameter of 2 words, and a second one of 3:
 
-        if self.is_batch_launch:
-            with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
-                replace_placeholders(arrays)
-                write_launch(params, z=n_slices)
-            return
-        with ir.each_slice(buffers, count) as arrays:
-            replace_placeholders(arrays)
-            write_launch(params)
+            words of the launch attribute     on CPUs     on GPUs      result
+            fields of a `_LaunchConfig`                   0 to 6
+            first parameter                   0, 1        7, 8         address
+            second parameter                  2, 3, 4     9, 10, 11    address + 16
+        """
+        n_words = sum(self.param_sizes)
+        address = ir.alloca(_I64, n_words)
+        ir.copy_bytes(address, ir.launch_attribute(frame) + 8 * first_word, 8 * n_words)
+        return [address + 8 * sum(self.param_sizes[:i]) for i in range(len(self.param_sizes))]
+
+    def replace_placeholders(
+        self, ir: _HandlerBuilder, params: Sequence[_Int64], arrays: Sequence[_KernelArray], buffers: _StructPointer
+    ) -> None:
+        """Store pointers and steps in the parameters.  The positions of placeholders count from `params[0]`."""
+        for position, buffer, is_step in self.placeholders:
+            value = buffers[buffer].step if is_step else arrays[buffer].pointer
+            ir.store(value, params[0] + 8 * position)
 
 
 class _WarpCpuEmitter(_WarpEmitter):
@@ -7215,8 +7228,11 @@ class _WarpCpuEmitter(_WarpEmitter):
             self.lock_address = _native_lock_address("tile_lock")
         self.code_key = "warp", self.param_sizes, self.placeholders
 
-    def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
-        return lambda params: ir.call(ir.handler_data.kernel_address, *params)
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        params = self.copy_parameters(ir, frame)
+        with ir.each_slice(buffers, count) as arrays:
+            self.replace_placeholders(ir, params, arrays, buffers)
+            ir.call(ir.handler_data.kernel_address, *params)
 
 
 class _WarpCudaEmitter(_WarpEmitter):
@@ -7230,19 +7246,28 @@ class _WarpCudaEmitter(_WarpEmitter):
         self.launch_attribute = (*config, *self.launch_attribute)
         self.libcuda = libcuda = _LibCuda()
         functions = dict(zip(_cuda_ordinals(), self.addresses, strict=True))
-        self.write_launch_setup = _CudaLauncher(launch.label, libcuda, functions, recorded).write_launch_setup
+        self.launcher = _CudaLauncher(launch.label, libcuda, functions, recorded)
         if self.is_batch_launch:
             for function in self.addresses:
                 if exceeded := libcuda.exceeded_limits_text(function, config):  # it may need more registers
                     raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        params = self.copy_parameters(ir, frame, first_word=_CUDA_LAUNCH_WORDS)  # they follow the `_LaunchConfig`
+        write_launch = self.launcher.write_launch_setup(ir, frame)
+        if self.is_batch_launch:
+            with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
+                self.replace_placeholders(ir, params, arrays, buffers)
+                write_launch(params, z=n_slices)
+            return
+        with ir.each_slice(buffers, count) as arrays:
+            self.replace_placeholders(ir, params, arrays, buffers)
+            write_launch(params)
+
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _PendingWarpTarget(_CallTarget):
-    """A launch without a registered handler yet, because the platform is not known.
-
-    `prepare_lowering` returns the registered `_CallTarget` for a platform.  Here, `name` is only for messages.
-    """
+    """A launch without a target yet.  `prepare_lowering` registers a handler for a platform, and returns its target."""
 
     launch: _WarpLaunch
     signature: _Signature
@@ -7262,10 +7287,8 @@ class _PendingWarpTarget(_CallTarget):
             return super().prepare_lowering(platform)  # raises an error, because Warp has no device of the platform
         if platform == "cuda" and has_batch:
             try:
-                if self.launch.in_order:
-                    raise _BatchLaunchUnsupported("vmap_method says that slices run in order")
                 return self._register(self.launch.for_batch(), platform, devices)
-            except Exception as error:
+            except Exception as error:  # any error, because those that are not due to the batch are raised again below
                 _log_per_slice_fallback(self.title, _fallback_reason(error))
         return self._register(self.launch, platform, devices)
 
@@ -7277,7 +7300,7 @@ class _PendingWarpTarget(_CallTarget):
             recorded = [launch.record(wp, device) for device in devices]
             emitter = (_WarpCudaEmitter if platform == "cuda" else _WarpCpuEmitter)(launch, recorded)
             # A new key, because the kernel may have changed since it was traced.
-            options = "warp", launch.in_order, _rehash_kernel(launch.kernel), launch.block_dim
+            options = "warp", launch.in_order, _refreshed_key(launch.kernel), launch.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
 
@@ -7291,7 +7314,7 @@ class _PendingWarpTarget(_CallTarget):
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
-# kernel, the batch kernel.  Its first lines move each array to the slice of the block:
+# kernel, the batch kernel.  Its first lines move each array to the slice of the block, as if it were defined so:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
 #         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
@@ -7299,30 +7322,30 @@ class _PendingWarpTarget(_CallTarget):
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# `_xla_move_0` adds z times the step of buffer 0 to the pointer of its array.  In the source of the copy, only the new
-# lines are added.  Warp takes the parameters from the annotations of a function, and not from its `def` line.
+# `_xla_move_0` adds z times the step of buffer 0 to the pointer of its array.  The copy has the old `def` line, because
+# Warp takes the parameters from the annotations of a function.
+#
 # The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
 # free.  Warp's adjoints find the gradient of a moved array in its field `grad`, whose pointer is moved, too.
 #
 # Kernels that `_create_batch_kernel` cannot copy get a launch for each slice.  For example, C++ code of the user may
 # read z, and the user's own adjoints do not use the field `grad`.
 
-_STEP = "_xla_step_{}"  # the parameter with the step of a buffer
 _MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
 # C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
 _MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
-_BATCH_KERNELS = _BoundedCache()  # {(`_rehash_kernel(kernel)`, array_buffers): batch kernel}
+_BATCH_KERNELS = _BoundedCache()  # {(`_refreshed_key(kernel)`, field_buffers): batch kernel}
 
 
-def _batch_kernel(kernel: Any, array_buffers: tuple) -> Any:
-    """Return the kernel whose blocks with index z run slice z.  `array_buffers` is as in `_WarpLaunch`."""
+def _batch_kernel(kernel: Any, field_buffers: tuple) -> Any:
+    """Return the kernel whose blocks with index z run slice z.  `field_buffers` is as in `_WarpLaunch`."""
     with _warp_session() as wp:
-        key = _rehash_kernel(kernel), array_buffers
-        return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, array_buffers))
+        key = _refreshed_key(kernel), field_buffers
+        return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, field_buffers))
 
 
-def _create_batch_kernel(wp: Any, kernel: Any, array_buffers: tuple) -> Any:
+def _create_batch_kernel(wp: Any, kernel: Any, field_buffers: tuple) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
     if _warp_source(kernel).has_unanalyzed_code or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
@@ -7335,7 +7358,7 @@ def _create_batch_kernel(wp: Any, kernel: Any, array_buffers: tuple) -> Any:
     if plain_copy.hash != kernel.hash:
         raise _BatchLaunchUnsupported("captured values have changed since Warp read them")
     moves = []
-    for (name, field), buffer in array_buffers:
+    for (name, field), buffer in field_buffers:
         move, step = _MOVE.format(buffer), _STEP.format(buffer)
         variables[move] = _move_function(wp, move, annotations[name], field)
         annotations[step] = wp.int64
@@ -7371,20 +7394,24 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
 
 # -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
 # In a dynamic loop, Warp's adjoint may use wrong values, and Warp does not warn of it.  For example, the gradient of a
-# factor x[j] is the old `s` times the gradient of the new `s`.  The adjoint uses another `s`, here for x = (2, 3, 5):
+# factor x[j] is the old `s` times the gradient of the new `s`.  The repeated iteration has overwritten the old `s`, so
+# the adjoint uses the new one.  For x = (2, 3, 5):
 #
-#     s = float(1.0)                     iteration             j = 2      j = 1      j = 0
-#     for j in range(x.shape[0]):        the old s             2 * 3      2          1
-#         s = s * x[j]                   s in the adjoint      1 * 5      5 * 3      15 * 2
+#     s = float(1.0)                     iteration                           j = 2      j = 1      j = 0
+#     for j in range(x.shape[0]):        old s, which the gradient needs     2 * 3      2          1
+#         s = s * x[j]                   new s, which the adjoint uses       1 * 5      5 * 3      15 * 2
+#                                        right gradient of x[j]              6          10         15
+#                                        gradient by the adjoint             5          75         450
 #
-# The adjoint runs the kernel forwards, but without dynamic loops, so `s` is 1.  Then it goes through the iterations
-# backwards, and repeats each one before it computes its gradients.  A sum such as `s += x[j]` is correct, because its
-# adjoint uses no values.
+# The adjoint first runs the kernel without its dynamic loops and its own stores, so `s` is 1.  Then it goes through the
+# iterations of a `for` loop backwards, and those of a `while` loop forwards.  It repeats each iteration before it
+# computes its gradients.  A sum such as `s += x[j]` is correct, because its adjoint uses no values.
 #
 # Values that are wrong in the adjoint are called stale here:
 #
 # - the variables that a dynamic loop assigns: after the loop, and in each iteration until they are assigned
-# - the elements of an output before the last store to it, because the adjoint reads the final elements
+# - the elements of an output that are read before the last store to it, because the adjoint reads the final elements.
+#   A store is an assignment such as `out[i] = ...` here, and not an atomic operation.
 # - all that is computed from stale values
 #
 # `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
@@ -7405,29 +7432,33 @@ _STALE_ADVICE = (
     "If a loop assigns it, give the loop a constant length of at most {} or, if the loop only adds, move it into a "
     "wp.func that returns the sum. If it is read from an output, store to this output only once."
 )
+_NO_ADJOINT_ADVICE = "Replace it by functions with an adjoint, or compute this part in JAX, before or after the kernel."
+_BREAK_ADVICE = "Replace it by an `if` around the other statements of the loop."
 _ATOMIC_SUMS = ("atomic_add", "atomic_sub")
 
 
 class _GradientCheck:
     """A search for the operations of a Warp function whose adjoints are wrong.
 
-    It goes through the statements in their order.  Its result is `problems`: {line: text of a warning}.
+    `check_statements` goes through statements in their order, and adds to `problems`.  After the loop above:
+
+        active    {"x", "out", "s"}    # `s` is computed from `x`
+        stale     {"s", "j"}           # the loop assigns them
     """
 
     def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
         self.constants = _referenced_variables(_py_func(function))  # and the values of constant local variables
-        self.active = active  # the parameters with gradients, and the variables that are computed from them
-        self.stale: set[str] = set()  # the stale variables
-        self.arrays = {x.label for x in function.adj.args if _is_warp_array(x.type)}  # no variables, but memory
-        tree = function.adj.tree.body[0]
-        assignments = [x for x in ast.walk(tree) if isinstance(x, (ast.Assign, ast.AugAssign))]
-        stores = sorted((x.end_lineno, name) for x in assignments for name in _assigned_names(x) & self.arrays)
-        self.last_stores: dict[str, Any] = {array: line for line, array in stores}  # {array: line of its last store}
-        self.unused_results = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]  # calls that are statements
-        self.problems: dict[str, str] = {}
-        self.check_statements(tree.body)
+        self.active = set(active)  # the parameters with gradients, and the variables that are computed from them
+        self.stale: set[str] = set()  # the stale variables, without arrays
+        self.problems: dict[str, str] = {}  # {line: text of a warning}
+        self.arrays = {x.label for x in function.adj.args if _is_array_type(x.type)}  # never in `stale`
+        self.last_stores = dict.fromkeys(self.arrays, 0)  # {array: line of its last store, or 0}
+        for node in ast.walk(function.adj.tree):
+            if isinstance(node, (ast.Assign, ast.AugAssign)):
+                for array in _assigned_names(node) & self.arrays:
+                    self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
 
     def check_statements(self, statements: Iterable[ast.stmt]) -> None:
         """Check the operations of statements, one after the other, and update the sets of variables."""
@@ -7448,8 +7479,7 @@ class _GradientCheck:
                 case ast.For() | ast.While():
                     self.check_loop(node)
                 case ast.Break():
-                    advice = "Replace it by an `if` around the other statements of the loop."
-                    self.report(node, "is wrong in a loop with", advice)
+                    self.report(node, "is wrong in a loop with", _BREAK_ADVICE)
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         variables = _assigned_names(target) - self.arrays
@@ -7462,16 +7492,22 @@ class _GradientCheck:
         if isinstance(target, ast.Name):
             self.constants[target.id] = self.constant(value)
 
-    def check_loop(self, loop: ast.For | ast.While) -> None:
+    def check_loop(self, loop: Any) -> None:
         # `check_statements` has already checked the test of a `while`.  The adjoint repeats the iterations of a `while`
         # from the first one on, so the variables that this loop assigns do not make its own test wrong.
         is_unrolled = self.is_unrolled(loop)
         assigned = set() if is_unrolled else _assigned_names(loop) - self.arrays
-        self.stale |= assigned  # until an iteration assigns them
-        for _ in range(2):  # twice, because an iteration uses variables of the previous one
-            if isinstance(loop, ast.For):  # an unrolled loop has a constant index, for which any number will do
-                self.assign(loop.target, ast.Constant(0 if is_unrolled else None))
+        stale_at_start = self.stale | assigned  # at the start of an iteration
+        n_before, n_found = -1, 0
+        while n_before != n_found:  # an iteration uses variables of the previous one, so repeat until nothing changes
+            self.stale = stale_at_start.copy()
+            match loop:
+                case ast.For(target=ast.Name(id=index)):
+                    self.stale.discard(index)
+                    self.constants[index] = 0 if is_unrolled else None  # in an unrolled loop, 0 stands for any constant
             self.check_statements(loop.body)
+            stale_at_start |= self.stale
+            n_before, n_found = n_found, len(self.active) + len(stale_at_start)
         self.stale |= assigned  # after the loop
 
     def is_unrolled(self, loop: Any) -> bool:
@@ -7493,8 +7529,9 @@ class _GradientCheck:
             if isinstance(node, ast.Call) and self.is_active(node):
                 name = self.builtin_name(node)
                 # An atomic sum has an adjoint for the value that it adds, but not for the old value that it returns.
-                if name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and node not in self.unused_results):
-                    self.report(node, "takes 0 for the derivative of", "Compute the value from other functions.")
+                is_unused = isinstance(statement, ast.Expr) and statement.value is node
+                if name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and not is_unused):
+                    self.report(node, "takes 0 for the derivative of", _NO_ADJOINT_ADVICE)
             for value in self.values_used_by_adjoint(node):
                 if stale := self.stale_part(value):
                     self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE.format(self.max_unroll))
@@ -7507,9 +7544,9 @@ class _GradientCheck:
     def values_used_by_adjoint(self, node: ast.AST) -> list[ast.expr]:
         """Return the parts of a statement or expression whose values its adjoint uses.  Other parts may be stale."""
         match node:
-            case ast.If(test=value) | ast.While(test=value) | ast.IfExp(test=value) | ast.Subscript(slice=value):
+            case ast.If(test=value) | ast.While(test=value) | ast.IfExp(test=value):
                 return [value]
-            case ast.For(iter=value) if not self.is_unrolled(node):
+            case ast.For(iter=value) | ast.Subscript(slice=value):
                 return [value]
             case ast.expr() if not self.is_active(node):
                 return []  # it has no gradient
@@ -7542,7 +7579,7 @@ class _GradientCheck:
                 case ast.Name(id=name) if name in self.stale:
                     return name
                 case ast.Subscript(value=ast.Name(id=name)) if part.lineno <= self.last_stores.get(name, 0):
-                    return ast.unparse(part)  # an element of an output before the last store to it
+                    return ast.unparse(part)  # an element of an output, read before the last store to it
         return ""
 
 
@@ -7575,7 +7612,9 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
         names = active
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
             names = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
-        problems.update(_GradientCheck(function, names, _warp_options(kernel)["max_unroll"]).problems)
+        check = _GradientCheck(function, names, _warp_options(kernel)["max_unroll"])
+        check.check_statements(function.adj.tree.body[0].body)
+        problems.update(check.problems)
     for problem in problems.values():
         warnings.warn(
             f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
