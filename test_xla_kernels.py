@@ -3027,7 +3027,7 @@ CUDA_BATCHES = {
         reason='vmap_method="sequential" runs slices in order'),
     "reads gridDim.z": CudaBatch(
         "x, y, out", f"{IF_BELOW_7}out[i] = x[i] + cuda.gridDim.z", lambda x, y: x + 1,
-        reason="the slices are the blocks along z, and its PTX has %n?ctaid.z"),
+        reason="the slices would be the blocks along z, and its PTX has %n?ctaid.z"),
 }  # fmt: skip
 
 
@@ -3083,6 +3083,24 @@ def test_fakecuda_or_gpu_changed_captured_value_prevents_batch_launch(counting_c
         assert fallback_reasons() == {"captured values have changed since the kernel was compiled"}
 
 
+def test_fakecuda_or_gpu_captured_values_are_compared_for_each_dtype(counting_cuda, fallback_reasons):
+    """Numba compiles a kernel once for each dtype, with the values that the globals have at that time."""
+    kernel = new_cuda_kernel(counting_cuda.cuda, "x, out", f"{IF_BELOW_7}out[i] = factor * x[i]", names={"factor": 2.0})
+    x, integers = TWO_BATCHES[0], np.arange(21, dtype="i4").reshape(3, 7)
+    call = wrap_cuda(kernel)
+    counting_cuda.run(call, x[0])
+    kernel.py_func.__globals__["factor"] = 3.0
+    counting_cuda.run(call, integers[0])
+    counting_cuda.check_batch(call, [integers], 1, 3 * integers)
+    assert not fallback_reasons()
+    y = integers.astype("i2")
+    counting_cuda.run(call, y[0])
+    kernel.py_func.__globals__["factor"] = 2.0
+    counting_cuda.check_batch(call, [y], 3, 3 * y)
+    assert fallback_reasons() == {"captured values have changed since the kernel was compiled"}
+    counting_cuda.check_batch(call, [x], 1, 2 * x)
+
+
 def test_fakecuda_or_gpu_exported_batch_of_named_kernel_is_one_launch(counting_cuda):
     """The batch launch is compiled with the first trace, because another process may run only exported programs."""
     kernel = new_cuda_kernel(counting_cuda.cuda, "x, out", f"{IF_BELOW_7}out[i] = factor * x[i]", names={"factor": 2.0})
@@ -3101,8 +3119,8 @@ def test_fakecuda_or_gpu_launch_decides_about_batch_launch(counting_cuda, fallba
     attribute = xk._LibCuda.function_attribute
     monkeypatch.setattr(xk._LibCuda, "function_attribute", lambda *args: 7 if args[2] == 0 else attribute(*args))
     kernel = new_cuda_kernel(counting_cuda.cuda, "x, y, out", SHIFT_AND_ADD)
-    too_many = "a block of the kernel for batches can have 7 threads, and block=(8, 1, 1)"
-    has_z = "the slices are the blocks along z, and the launch uses z: grid=(2, 1, 2)"
+    too_many = "a block of the batch kernel can have 7 threads, and block=(8, 1, 1)"
+    has_z = "the slices would be the blocks along z, and the launch uses z: grid=(2, 1, 2)"
     for grid, block, n, reason in (1, 8, 3, too_many), (2, 4, 1, None), ((2, 1, 2), 4, 3, has_z), (1, 8, 3, too_many):
         call = xk.numba_cuda_kernel(kernel, like_first, grid=grid, block=block)
         counting_cuda.check_batch(call, TWO_BATCHES, n, shift_and_add(*TWO_BATCHES))
@@ -5507,7 +5525,7 @@ def test_callback_interrupted_before_its_start_raises():
     emitter = xk._CallbackEmitter(signature, print)
     emitter.callback = type(emitter.callback)(lambda words: None)
     target = new_name("interrupted")
-    xk._register_with_xla(target, "cpu", xk._compile_handler(signature, emitter))
+    xk._register_with_xla(target, "cpu", xk._build_handler(signature, emitter))
     call = partial(jax.ffi.ffi_call(target, SPEC_4), launch=np.zeros(0, np.int64))
     assert "KeyboardInterrupt (raised in a call of kernel 'kernel')" in error_of(call, ONES)
 

@@ -918,7 +918,7 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
 # -- 3.5 The registry: finding, compiling and registering targets --------------------------------------
 
 # Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
-_CompileHandler = Callable[[], "_CompiledHandler | None"]
+_HandlerFactory = Callable[[], "_CompiledHandler | None"]
 
 _MANY_COMPILATIONS = 50  # warn when this many kernels with one `base_name` were compiled
 
@@ -940,7 +940,7 @@ class _TargetRegistry:
         self.compile_lock = threading.RLock()  # threads would wait anyway: Numba compiles on one thread at a time
 
     def numba_target_name(
-        self, wrapper: Any, specialization: _Specialization, compile_handler: _CompileHandler, freezes_globals: bool
+        self, wrapper: Any, specialization: _Specialization, compile_handler: _HandlerFactory, freezes_globals: bool
     ) -> str:
         """Return the target name of a Numba kernel.  If it has no target yet, share one, or compile and register it.
 
@@ -959,7 +959,7 @@ class _TargetRegistry:
         return names[specialization]
 
     def _share_or_compile(
-        self, kernel: Any, specialization: _Specialization, compile_handler: _CompileHandler, freezes_globals: bool
+        self, kernel: Any, specialization: _Specialization, compile_handler: _HandlerFactory, freezes_globals: bool
     ) -> str:
         """Return the target name of an equal kernel, if there is one.  Otherwise compile and register this kernel."""
         fingerprint = _fingerprint(kernel)
@@ -972,7 +972,7 @@ class _TargetRegistry:
             self.shared_names[specialization, fingerprint, _machine_code_of_helpers(kernel)] = name
         return name
 
-    def warp_target_name(self, specialization: _Specialization, compile_handler: _CompileHandler) -> str:
+    def warp_target_name(self, specialization: _Specialization, compile_handler: _HandlerFactory) -> str:
         """Return the target name of a Warp kernel.  If no equal kernel has a target, compile and register the handler.
 
         Warp's hash of the kernel is one of the options, so kernels with equal specializations are equal.  The caller
@@ -983,7 +983,7 @@ class _TargetRegistry:
         return self.warp_names[specialization]
 
     def _compile_and_register(
-        self, specialization: _Specialization, compile_handler: _CompileHandler, fingerprint_text: str = ""
+        self, specialization: _Specialization, compile_handler: _HandlerFactory, fingerprint_text: str = ""
     ) -> str:
         """Compile a handler, register it under an unused target name, and return the name.
 
@@ -1080,7 +1080,7 @@ class _CallTarget:
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
-            reason = compiled.batch_launch.prepare(self.launch_attribute)
+            reason = compiled.batch_launch.compile_once_and_explain(self.launch_attribute)
             if reason:
                 _log_per_slice_fallback(self.title, reason)
         return self
@@ -2352,7 +2352,7 @@ class _KernelArray(NamedTuple):
 class _Emitter:
     """The part of a handler that a backend provides: the code of an inner loop, which runs consecutive slices.
 
-    If `code_key` is a tuple, handlers may share object code (`_compile_handler`).  So the key and the signature must
+    If `code_key` is a tuple, handlers may share object code (`_build_handler`).  So the key and the signature must
     determine the code that `write` generates.  This code must not contain addresses of objects, or the name of the
     kernel.  It reads addresses from the `_HandlerData` of each handler.
     """
@@ -2773,7 +2773,7 @@ class _HandlerData(ctypes.Structure):
         # Hints, which any thread may overwrite at any time, so they may come from different calls:
         ("measured_ticks", _I64),  # time of a slice when it was last measured
         ("measured_nbytes_per_slice", _I64),  # `_Batch.nbytes_per_slice` at that time, a cheap proxy for the shapes
-        # Set by `_compile_handler`:
+        # Set by `_build_handler`:
         ("n_buffers", _I64),  # number of buffers, including scratch
         ("max_inner_loop_nbytes", _I64),  # an inner loop of several slices has about this many bytes at most
         ("inner_loop", _PTR),  # the handler's function inner_loop(frame, buffers, count)
@@ -3180,7 +3180,7 @@ class _LibCuda:
 
 # -- 6.6 The handler of one signature and one emitter --------------------------------------------------
 
-_HANDLER_CODE: dict[tuple, bytes] = {}  # {the key of `_compile_handler`: object code}
+_HANDLER_CODE: dict[tuple, bytes] = {}  # {the key of `_build_handler`: object code}
 
 # On a CPU, the slices of an inner loop have at most about this size in all buffers together, unless it is one slice.
 # So zeroed results are still in the L1 cache, which is often this large, when the slices run.  Larger slices are zeroed
@@ -3193,7 +3193,7 @@ _FE_DFL_ENV = -1  # Linux, fenv.h on x86-64 and arm64: this pointer stands for t
 _FENV_WORDS = 32  # more than fenv_t has: 4 words on x86-64, 1 on arm64
 
 
-def _compile_handler(signature: _Signature, emitter: _Emitter) -> _CompiledHandler:
+def _build_handler(signature: _Signature, emitter: _Emitter) -> _CompiledHandler:
     """Compile a handler, or reuse the object code of one with the same signature and `code_key`, and load it."""
     # Only code for CPUs is shared.  It does not depend on the label, callbacks or traits.
     key = signature._replace(label=""), emitter.code_key, emitter.starts_threads, bool(emitter.lock_address)
@@ -3234,7 +3234,7 @@ class _HandlerBuilder(_IRBuilder):
         self.define(self.handler, XLA_FFI_CallFrame)
 
     def _global_handler_data(self) -> _StructPointer:
-        """Define the global variable `data`, a `_HandlerData` that `_compile_handler` fills in after loading."""
+        """Define the global variable `data`, a `_HandlerData` that `_build_handler` fills in after loading."""
         words = self.llvmlite_ir.ArrayType(self.i64, len(_HandlerData._fields_))
         memory = self.llvmlite_ir.GlobalVariable(self.module, words, "data")
         memory.initializer = self.llvmlite_ir.Constant(words, None)  # zeros
@@ -3776,10 +3776,9 @@ class _NumbaKernel(_NumbaWrapper):
             return numba.njit(kernel)
         if _is_ufunc(kernel):
             return kernel
-        has_explicit_signatures = not kernel._can_compile  # then Numba compiles no others
         # If Numba inlines a kernel into an adapter, the options of the kernel are lost.
         is_inlined = kernel.targetoptions.get("inline", "never") != "never"
-        if not has_explicit_signatures and not is_inlined:
+        if not _has_explicit_signatures(kernel) and not is_inlined:
             return kernel
         options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
         pipeline = kernel._compiler.pipeline_class
@@ -3792,6 +3791,11 @@ class _NumbaKernel(_NumbaWrapper):
 def _is_ufunc(kernel: Any) -> bool:
     """Return whether a decorated kernel is a ufunc or gufunc of Numba, which is not a dispatcher."""
     return not hasattr(kernel, "_can_compile")
+
+
+def _has_explicit_signatures(dispatcher: Any) -> bool:
+    """Return whether a dispatcher has explicit signatures.  Then Numba compiles no others."""
+    return not dispatcher._can_compile
 
 
 class _ArgumentMap(NamedTuple):
@@ -3907,7 +3911,7 @@ class _NumbaCompiler:
         if argument_map.results:
             signature = signature._replace(zeroed=())  # every element of an output is stored
         emitter = _NumbaEmitter(signature.label, overload, _uses_threads(overload, self.kernel), in_order)
-        compiled = _compile_handler(signature, emitter)
+        compiled = _build_handler(signature, emitter)
         spent_ms = 1e3 * (time.perf_counter() - began)
         slices = "run in order" if emitter.in_order else "are divided among threads"
         _LOG.debug(f"compiled {signature.label} for {signature} in {spent_ms:.0f} ms; batch elements {slices}")
@@ -5003,7 +5007,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 
 
 # ======================================================================================================
-# 9. Numba CUDA: wrappers, launch configurations, and an emitter that calls cuLaunchKernel.
+# 9. Numba CUDA: wrappers, launch configurations, and emitters of code that calls cuLaunchKernel.
 #
 # Two packages compile kernels of `@cuda.jit`: numba-cuda (0.30), and its successor numba-cuda-mlir (0.6).  If there is
 # no numba-cuda, Numba's own CUDA target takes its place.  Numba's simulator runs kernels in Python, on the CPU.
@@ -5014,16 +5018,21 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #       `_CudaPackage`                        stands for the package of the kernel (9.3)
 #         `_CudaCompiler`                     compiles the kernel, checks its stores to inputs, and loads it (9.4)
 #           `_CudaEmitter`                    writes a handler that launches the kernel once per slice (9.5)
-#     `_CudaBatchLaunch.prepare`              when a batch is lowered: one launch for many slices (9.6)
+#     `_CudaBatchLaunch`                      when a batch is lowered: one launch for many slices (9.6)
 #
-# Section 10 uses 9.1, 9.5 and the limits of 9.6 for Warp's kernels.
+# Other handlers call Python:
+#
+#     `_CudaCallable._find_target`            for the function of a `numba_cuda_callable`, which launches kernels (9.2)
+#     `_CudaSimulator.kernel_handler`         for a kernel that runs in the simulator (9.7)
+#
+# Section 10 uses 9.1, 9.5 and the fallback reasons of 9.6 for Warp's kernels.
 #
 # Most of what this section uses of the packages is not documented.  If a new version removes or renames one of these
 # parts, there is an error:
 #
 #     dispatchers         `compile`, `overloads`, `targetoptions`, `py_func`, `_can_compile`
 #     compiled kernels    `type_annotation`; `_codelibrary` and `entry_name`, or `ptx` and `metadata`
-#     `cuda`              `gpus`, `from_cuda_array_interface`, `external_stream`, `_numba_type_` of device arrays
+#     `cuda`              `gpus`, `from_cuda_array_interface`, `external_stream`
 #     others              `FakeCUDAArray` of the simulator; `ir_utils.find_callname` and `.find_const` of Numba
 #
 # If one of these facts changes, there may be no error.  Of the tests that belong to this file, those named
@@ -5035,6 +5044,9 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #     stores              which functions ignore read-only arrays, and their typed code (`_find_store_to_readonly`)
 #     lifetimes           compiled code keeps global arrays alive (`_CudaLauncher`)
 #     contexts            XLA makes the context of the call's device current (`_CudaEmitter`)
+#
+# If `_numba_type_` of device arrays is renamed, only a test on a GPU fails:
+# test_on_cuda_callable_that_writes_to_input_is_rejected.
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
@@ -5077,8 +5089,8 @@ def numba_cuda_kernel(
 
     - The option `vmap_method="sequential"` is given.
     - The grid has several blocks along z.
-    - The kernel reads z of its blocks or grid, uses clusters, calls external functions, or may write to a global device
-      array.
+    - The kernel reads z of its blocks or grid, or the number of its launch (`%gridid`).
+    - The kernel uses clusters, calls external functions, or may write to a global device array.
     - The kernel does not compile for batches, or captured values have changed since it was compiled.
     - The kernel that is compiled for batches allows fewer threads in a block than the launch has.
 
@@ -5177,8 +5189,8 @@ def numba_cuda_callable(
     - atomics and stores with cache hints, and stores to the results of `x.squeeze()` and `x.split(n)`;
     - stores of a kernel with explicit signatures, or of one that numba-cuda-mlir has already compiled for writable
       arrays;
-    - all stores, if a helper of a referenced kernel has explicit signatures: numba-cuda passes only writable arrays to
-      such helpers, so the check is off.
+    - all stores, if a helper of a referenced kernel has explicit signatures.  Numba-cuda passes only writable arrays to
+      such helpers, so the check is off, whatever the package.
 
     The function need not synchronize.  The device of the call is current.  `vmap` calls the function once per batch
     element.  Calls hold the GIL, and are not captured in CUDA graphs.  A program with a callable cannot be exported.
@@ -5195,7 +5207,10 @@ def numba_cuda_callable(
       A function of the inputs, `f(*inputs)`.  Its results have the structure of `outs`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: See `numba_cuda_kernel`.
+      TypeError: If `func` is not a Python function or method, or does not take these arguments.  Also for wrong options
+        or inputs, see `numba_kernel`.
+      ValueError: See `numba_kernel`.
+      NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
       jax.errors.JaxRuntimeError: If `func` raises an exception, with its type and text.
 
     Example:
@@ -5401,7 +5416,7 @@ def _n_cuda_grid_indices(kernel: Any) -> int:
     """
     from numba.core import ir_utils
 
-    n_indices = [0]
+    n_indices = 0
     for function in _kernel_and_helpers(kernel):
         numba_ir = _numba_ir(function)
         for block in numba_ir.blocks.values() if numba_ir else ():
@@ -5411,8 +5426,8 @@ def _n_cuda_grid_indices(kernel: Any) -> int:
                 name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
                 if name == "grid" and _is_library_module(str(module)):
                     for size in (*call.args, *dict(call.kws).values()):
-                        n_indices.append(ir_utils.guard(ir_utils.find_const, numba_ir, size) or 0)
-    return max(n_indices)
+                        n_indices = max(n_indices, ir_utils.guard(ir_utils.find_const, numba_ir, size) or 0)
+    return n_indices
 
 
 # -- 9.2 The wrappers ----------------------------------------------------------------------------------
@@ -5439,21 +5454,15 @@ class _CudaWrapper(_NumbaWrapper):
         return call.signature(self.__name__)
 
     def _target(
-        self,
-        package: _CudaPackage,
-        signature: _Signature,
-        compile_handler: _CompileHandler,
-        *,
-        freezes_globals: bool,
-        key: tuple = (),
+        self, package: _CudaPackage, signature: _Signature, compile_handler: Callable, freezes_globals: bool, key: tuple
     ) -> _CallTarget:
         """Return the target of a call with this signature.  If it is new, compile and register its handler.
 
         For `freezes_globals`, see `_TargetRegistry.numba_target_name`.
         `key` has all that determines the handler, besides the kernel and the signature.
         """
-        options = "cuda", package.module, *key
-        specialization = _Specialization(signature, options, package.platform, self.options.name)
+        target_options = "cuda", package.module, *key
+        specialization = _Specialization(signature, target_options, package.platform, self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
         return _CallTarget(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
@@ -5485,35 +5494,38 @@ class _CudaKernel(_CudaWrapper):
 
     def _find_target(self, call: _CallParams) -> _CallTarget:
         package = self.package
+        options = self.options
         signature = self._checked_signature(call)
         launch_dims = self._option_value("launch_dims", call.ins)
-        config = self.options.launch_config(launch_dims)
+        config = options.launch_config(launch_dims)
         if launch_dims is not None and (n_indices := _n_cuda_grid_indices(self.kernel)):
             _check_n_indices(self.title, f"launch_dims={launch_dims}", np.size(launch_dims), n_indices, "cuda.grid")
         [argument_map] = self._argument_maps(call, may_return=False)
-        in_order = self.options.in_order
-        checks_outputs = self.options.checks_outputs
 
         def compile_handler() -> _CompiledHandler | None:
+            # Numba's IR shows the parameters that the kernel only reads.  The kernel may write to all others.
             only_read_positions = _only_read_positions(self.kernel)
-            handler = self._compile(argument_map, signature, only_read_positions)
-            if checks_outputs:
+            handler = self._compile_unless_only_lowering(argument_map, signature, only_read_positions)
+            if options.checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
                 maybe_written = argument_map.maybe_written_buffers(only_read_positions)
                 _check_outputs_are_stored(self.title, buffer_of, maybe_written, call, fix_index="i")
             return handler
 
-        freezes_globals = package.platform == "cuda"  # in the simulator, Python reads globals on each run
-        key = argument_map, in_order, checks_outputs
-        target = self._target(package, signature, compile_handler, freezes_globals=freezes_globals, key=key)
+        key = argument_map, options.in_order, options.checks_outputs
+        # In the simulator, Python reads globals on each run.
+        target = self._target(package, signature, compile_handler, freezes_globals=package.platform == "cuda", key=key)
         target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
-        if self.options.name and not in_order:
-            # An exported program calls a named target without lowering it in this process, so no later step would
-            # compile the batch launch.  This does nothing without a GPU, or if it was done before.
+        if options.name and not options.in_order:
+            # Named kernels are compiled for batches at once, because nothing lowers an exported program again:
+            #
+            #     exported = jax.export.export(jax.jit(jax.vmap(wrapper)), ...)(x)     # process A
+            #     jax.eval_shape(wrapper, x[0])                                        # process B: compiled here
+            #     exported.call(x)                                                     # process B: one launch
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _compile(
+    def _compile_unless_only_lowering(
         self, argument_map: _ArgumentMap, signature: _Signature, only_read_positions: set
     ) -> _CompiledHandler | None:
         """Compile the kernel and its handler.  Return None if this process only lowers programs."""
@@ -5523,9 +5535,14 @@ class _CudaKernel(_CudaWrapper):
         if isinstance(package, _CudaSimulator):
             return package.kernel_handler(self.kernel, argument_map, signature)
         maybe_written = argument_map.maybe_written_inputs(only_read_positions, signature)
-        names = argument_map.names_of(maybe_written, self.parameters)
-        compiler = _CudaCompiler(package, self.kernel, argument_map, signature, self.options.in_order, names)
-        return compiler.handler_with_launch_per_slice()
+        return _CudaCompiler(
+            package=package,
+            kernel=self.kernel,
+            argument_map=argument_map,
+            signature=signature,
+            in_order=self.options.in_order,
+            maybe_written_names=argument_map.names_of(maybe_written, self.parameters),
+        ).compile_kernel_and_handler()
 
 
 def _check_call_signature(
@@ -5568,20 +5585,18 @@ class _CudaCallable(_CudaWrapper):
         function = getattr(self.kernel, "__func__", self.kernel)  # of a method
         package = _callable_package(function)
         _check_call_signature(inspect.signature(self.kernel), self.title, [*call.buffers, "a stream"])
-        readonly_inputs = signature.unaliased_inputs
-        for helper in _kernel_and_helpers(function):
-            # numba-cuda 0.30 passes no read-only arrays to a helper with explicit signatures.
-            if getattr(helper, "targetoptions", {}).get("device") and not helper._can_compile:
-                readonly_inputs = set()
+        device_functions = [x for x in _kernel_and_helpers(function) if getattr(x, "targetoptions", {}).get("device")]
+        # The check of inputs is off if a helper has explicit signatures: numba-cuda 0.30 passes it no read-only arrays.
+        readonly_inputs = set() if any(map(_has_explicit_signatures, device_functions)) else signature.unaliased_inputs
         # The handler keeps `run` alive forever, so `run` must not refer to the wrapper and its caches.
         run = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler() -> _CompiledHandler | None:
             if not _local_devices(package.platform):  # this process only lowers programs
                 return None
-            return _compile_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
+            return _build_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
 
-        return self._target(package, signature, compile_handler, freezes_globals=False)
+        return self._target(package, signature, compile_handler, freezes_globals=False, key=())
 
 
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
@@ -5617,22 +5632,22 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 # -- 9.3 The packages ----------------------------------------------------------------------------------
 
 
-# Both classes have the attributes `module` and `platform` and the method `callback_emitter`.
-type _CudaPackage = _CompiledCudaPackage | _CudaSimulator
-
 # All copies of this file share the locks in `_PROCESS_STATE` (3.4).
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
 
+# Both classes have the attributes `module` and `platform` and the method `callback_emitter`.
+type _CudaPackage = _GpuPackage | _CudaSimulator
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _CompiledCudaPackage:
+class _GpuPackage:
     """A package that compiles kernels for GPUs: numba-cuda or numba-cuda-mlir."""
 
     module: str  # the name of the package's module `cuda`
     device_inline: str  # the option `inline` of a device function that an adapter calls
-    ptx_and_entry: Callable[[Any], tuple[str, str]]  # of a compiled kernel, and the kernel's name in the PTX
-    cubin: Callable[[Any], Any]  # of a compiled kernel, for the current device
-    param_words: Callable[[_KernelArray], list]  # the int64 parameters that a kernel takes for an array
+    ptx_and_entry: Callable[[Any], tuple[str, str]]  # compiled kernel -> (its PTX, its name there)
+    cubin: Callable[[Any], Any]  # compiled kernel -> its machine code for the current device
+    param_words: Callable[[_KernelArray], list]  # array -> the int64 parameters that a kernel takes for it
     platform: str = "cuda"  # the platform on which JAX calls the package's kernels
 
     @property
@@ -5644,12 +5659,12 @@ class _CompiledCudaPackage:
         """Make the primary context of a device current, which is also the one that XLA uses."""
         with _GPUS_LOCK:  # numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once
             device = self.cuda.gpus[ordinal]
-        device.__enter__()  # pushes the context
+        device.__enter__()  # the stack of contexts, which was [..., XLA's], is now [..., XLA's, device's]
         try:
             yield
         finally:
-            # `__exit__` pops the top of the context stack, and then asserts that this was the device's context.  If JAX
-            # has freed an array of another GPU, that GPU's context has replaced it.  Popping it is right, too.
+            # `__exit__` pops one context, and asserts that it was the device's.  If JAX has freed an array of another
+            # GPU, the stack is [..., XLA's, other GPU's].  Then the pop is right, and the assertion wrong.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
@@ -5683,16 +5698,16 @@ def _numba_cubin(compiled: Any) -> bytes:
     return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
 
 
-_NUMBA_CUDA = _CompiledCudaPackage(
+_NUMBA_CUDA = _GpuPackage(
     module="numba.cuda",
     device_inline="never",
     ptx_and_entry=lambda compiled: (compiled._codelibrary.get_asm_str(), compiled.entry_name),
     cubin=_numba_cubin,
     param_words=_numba_array_members,
 )
-_NUMBA_CUDA_MLIR = _CompiledCudaPackage(
+_NUMBA_CUDA_MLIR = _GpuPackage(
     module="numba_cuda_mlir.cuda",
-    device_inline="always",  # otherwise a kernel that another kernel calls has no shared memory
+    device_inline="always",  # otherwise the user's kernel, which the adapter calls, has no shared memory
     ptx_and_entry=lambda compiled: (compiled.ptx, compiled.metadata["func_name"]),
     cubin=lambda compiled: compiled.metadata["cubin"],  # for the GPU that was current when the kernel was compiled
     param_words=_memref_descriptor,
@@ -5732,70 +5747,6 @@ def _read_only_class(device_array_class: Any) -> type:
     return _ReadOnlyDeviceArray
 
 
-# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
-_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
-
-
-class _CudaSimulator:
-    """Numba's simulator, which runs one kernel at a time, in Python.  NumPy rejects stores to read-only inputs."""
-
-    module = "numba.cuda"
-    platform = "cpu"
-
-    def kernel_handler(self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> _CompiledHandler:
-        """Return a handler that runs a kernel for each slice."""
-        from numba import cuda
-
-        adapter = argument_map.make_adapter(kernel.py_func)
-
-        def call_adapter(*buffers: Any) -> None:
-            adapter(*buffers)
-
-        # While a kernel runs, the simulator replaces `cuda` in the globals of the launched function.  The user's kernel
-        # reads its own globals.  So launch a copy of `call_adapter` with these globals.  Its closure has the adapter.
-        user_globals = kernel.py_func.__globals__
-        simulated = cuda.jit(types.FunctionType(call_adapter.__code__, user_globals, closure=call_adapter.__closure__))
-
-        def run(arrays: list, stream: Any, launch_address: int) -> None:
-            config = _read_launch_config(launch_address)
-            simulated[config.grid, config.block, stream, config.shared_mem](*arrays)
-
-        return _compile_handler(signature, self.callback_emitter(signature, run, signature.unaliased_inputs))
-
-    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run` for each slice.  See `_CompiledCudaPackage.callback_emitter`."""
-        from numba import cuda
-        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-
-        def body(buffers: list, launch_address: int, *_: int) -> None:
-            # Kernels run on copies, because threads of the simulator continue after an interrupt, when XLA's memory
-            # is freed.
-            views = []
-            for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
-                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(pointer)
-                views.append(np.ndarray(shape, dtype, memory))
-            copies = [view.copy() for view in views]
-            for i, j in signature.aliases:
-                copies[i] = copies[signature.n_in + j]  # an aliased input shares memory with its output
-            for k, array in enumerate(copies):
-                array.flags.writeable = k not in readonly_inputs
-            with _CUDASIM_LOCK:
-                run(list(map(FakeCUDAArray, copies)), cuda.stream(), launch_address)
-            for k in range(signature.n_in, len(views)):
-                views[k][...] = copies[k]
-
-        return _CallbackEmitter(signature, body)
-
-
-_CUDA_SIMULATOR = _CudaSimulator()
-
-
-def _uses_cudasim() -> bool:
-    """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
-    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
-
-
 def _cuda_package(value: Any) -> _CudaPackage | None:
     """Return the package of a kernel or of a module `cuda`, and None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
@@ -5827,34 +5778,43 @@ def _callable_package(func: Any) -> _CudaPackage:
 
 # -- 9.4 Compiling -------------------------------------------------------------------------------------
 
-# {kernel: its fingerprint when a wrapper first compiled it}.  Numba compiles a kernel once for the same types, so the
-# kernel for one slice keeps these captured values.  A kernel for batches, compiled later, may have others:
+
+def _cuda_ordinals() -> list[int]:
+    """Return the CUDA ordinals of JAX's GPUs, or an empty list if JAX has none."""
+    return sorted(device.local_hardware_id for device in _local_devices("cuda"))
+
+
+# {compiled kernel: the fingerprint when Numba compiled it}.  Numba returns the same compiled kernel for the same types.
+# It keeps the values of globals (`freezes_globals`), so a batch kernel, compiled later, must have these values:
 #
 #     scale = 2.0; call(x)               # compiled for one slice: 2.0 remains
 #     scale = 3.0; jax.vmap(call)(x)     # would be compiled with 3.0, so each slice has a launch, with 2.0
 #
 # This misses assignments before the first wrapper.  If the user launched the kernel before, with the same types (so no
 # input is read-only), and then assigned `scale`, the kernel for one slice has the older value, and batches the newer.
-_FIRST_FINGERPRINTS: Any = weakref.WeakKeyDictionary()
+_FINGERPRINTS_OF_COMPILED: Any = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class _CudaCompiler:
     """The compilation of one kernel for one signature, by numba-cuda or numba-cuda-mlir."""
 
-    package: _CompiledCudaPackage
+    package: _GpuPackage
     kernel: Any  # the user's
     argument_map: _ArgumentMap
     signature: _Signature
     in_order: bool  # whether the slices of a batch must run in order
     maybe_written_names: list[str]  # of the inputs that the kernel may write to, as far as Numba's IR shows
 
-    def handler_with_launch_per_slice(self) -> _CompiledHandler:
-        """Compile the kernel, and return a handler that launches it once per slice.  Prepare a batch launch."""
-        first_fingerprint = _FIRST_FINGERPRINTS.setdefault(self.kernel, _fingerprint(self.kernel))
+    def compile_kernel_and_handler(self) -> _CompiledHandler:
+        """Compile the kernel, and a handler that launches it once per slice.
+
+        The handler has a `_CudaBatchLaunch`, which compiles the batch kernel when a batch is lowered.
+        """
         launcher, ptx = self.compile_and_load()
-        handler = _compile_handler(self.signature, _CudaEmitter(self.package, launcher))
-        return handler._replace(batch_launch=_CudaBatchLaunch(self, first_fingerprint, ptx, handler.data))
+        fingerprint = _FINGERPRINTS_OF_COMPILED.setdefault(launcher.keep_alive, _fingerprint(self.kernel))
+        handler = _build_handler(self.signature, _CudaEmitter(self.package, launcher))
+        return handler._replace(batch_launch=_CudaBatchLaunch(self, fingerprint, ptx, handler.data))
 
     def compile_and_load(self) -> tuple[_CudaLauncher, str]:
         """Compile the kernel, check it, and load it on each GPU.  Also return its PTX."""
@@ -5862,7 +5822,7 @@ class _CudaCompiler:
         kernel = self._kernel_of_buffers()
         ordinals = _cuda_ordinals()
         with package.on_device(ordinals[0]):
-            compiled = self._compile_and_check(kernel)
+            compiled = self._compile_protecting_inputs(kernel)
             ptx, entry = package.ptx_and_entry(compiled)
         self._check_launch(ptx, entry)
         libcuda = _LibCuda()
@@ -5877,17 +5837,17 @@ class _CudaCompiler:
     def _kernel_of_buffers(self) -> Any:
         """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature."""
         kernel = self.kernel
-        function = kernel.py_func
+        dispatcher_class = type(kernel)
         options = dict(kernel.targetoptions)
         if not self.argument_map.is_identity_for(kernel):
             device_options = options | {"device": True, "inline": self.package.device_inline}
-            device_function = type(kernel)(function, device_options)
-            function = self.argument_map.make_adapter(device_function, cuda=self.package.cuda)
-        elif kernel._can_compile:
-            return kernel
-        return type(kernel)(function, options)  # the adapter, or a copy without explicit signatures
+            device_function = dispatcher_class(kernel.py_func, device_options)
+            return dispatcher_class(self.argument_map.make_adapter(device_function, cuda=self.package.cuda), options)
+        if _has_explicit_signatures(kernel):
+            return dispatcher_class(kernel.py_func, options)  # a copy without them
+        return kernel
 
-    def _compile_and_check(self, kernel: Any) -> Any:
+    def _compile_protecting_inputs(self, kernel: Any) -> Any:
         """Compile a kernel of all buffers for the current device.  Raise an error if it may write to an input.
 
         A kernel compiles for read-only inputs, unless Numba finds a store to one, or the kernel passes one to a helper
@@ -5901,13 +5861,13 @@ class _CudaCompiler:
         """
         import numba
 
+        package = self.package
         signature = self.signature
-        package_name = self.package.module
-        types_module = self.package.cuda.types
-        if not hasattr(types_module, "Array"):  # the CUDA target that is a part of Numba uses Numba's types
-            types_module = numba.types
+        nbtypes = package.cuda.types
+        if not hasattr(nbtypes, "Array"):  # the CUDA target that is a part of Numba uses Numba's types
+            nbtypes = numba.types
         # Row 1 raises.  `readonly_error` is None if the kernel compiles for read-only inputs.
-        compiled, readonly_error = _compile_readonly_or_writable(package_name, kernel.compile, types_module, signature)
+        compiled, readonly_error = _compile_readonly_or_writable(package.module, kernel.compile, nbtypes, signature)
         if not self.maybe_written_names:  # row 2
             return compiled
         if readonly_error:  # row 3
@@ -5915,7 +5875,7 @@ class _CudaCompiler:
         annotation = getattr(compiled, "type_annotation", None)
         if annotation is None:  # the kernel is from Numba's cache, which has no types
             uncached = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
-            annotation = uncached.compile(_array_types(types_module, signature)).type_annotation
+            annotation = uncached.compile(_array_types(nbtypes, signature)).type_annotation
         if statement := _find_store_to_readonly(annotation):  # row 4
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
             raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written_names, reason)
@@ -5936,7 +5896,8 @@ class _CudaCompiler:
 
     def _check_launch(self, ptx: str, entry: str) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
-        # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else.
+        # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else, such as
+        # `.visible .entry add(.param .u64 add_param_0, .param .u64 add_param_1)` for two.
         examples = [_KernelArray(pointer=0, dims=[1] * rank, itemsize=1) for rank in self.signature.ranks]
         n_words = sum(len(self.package.param_words(array)) for array in examples)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
@@ -6013,11 +5974,6 @@ def _statement_text(statement: Any) -> str:
 # docstrings describe the generated code: "Load x" means that the handler loads x in each call.
 
 
-def _cuda_ordinals() -> list[int]:
-    """Return the CUDA ordinals of JAX's GPUs, or an empty list if JAX has none."""
-    return sorted(device.local_hardware_id for device in _local_devices("cuda"))
-
-
 class _CudaLauncher:
     """A kernel that is loaded on each GPU, and generated code that launches it.  The handler keeps it alive."""
 
@@ -6063,9 +6019,9 @@ class _CudaLauncher:
 class _CudaEmitter(_Emitter):
     """An emitter of code that launches a kernel once per slice."""
 
-    traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, so XLA may replay the launches in a CUDA graph
+    traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches and sets zeros, so a CUDA graph can replay all
 
-    def __init__(self, package: _CompiledCudaPackage, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda  # for `_HandlerBuilder`, which also sets new outputs to zeros with it
@@ -6083,8 +6039,9 @@ class _CudaEmitter(_Emitter):
 
 
 # -- 9.6 A batch in one launch ------------------------------------------------------------------------
-# On a GPU, a batch is one launch, whose blocks along z are the slices.  When a batch is lowered for the first time, the
-# kernel is compiled again, for arrays whose first dimension is the batch.  For example, with 8 slices of shape (3, 4):
+# On a GPU, a batch is one launch per 65,535 slices, which are the blocks along z.  When a batch is first lowered, or a
+# named kernel is first traced, a batch kernel is compiled, for arrays whose first dimension is the batch.  For example,
+# with 8 slices of shape (3, 4):
 #
 #     handler's signature     rank 2: batch dimensions are not a part of it
 #     `each_batch_launch`     yields an array of shape (8, 3, 4), or (1, 3, 4) if all slices share it
@@ -6101,8 +6058,8 @@ _PTX_MAY_DEPEND_ON_Z = re.compile(
     %n?ctaid(?!\.[xy])[.\w]*  # z of the block or of the grid, also as a part of a vector
     | %gridid  # the number of the launch
     | %\w*cluster\w* | \.\w+cluster\b  # clusters of blocks, which may lie along z
-    | \.extern\s+\.func\s*(?:\([^)]*\)\s*)?  # an external function, which may read z
-      (?!(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_)\w+
+    | \.extern\s+\.func\s*(?:\([^)]*\)\s*)?  # an external function, which may read z, except for
+      (?!(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_)\w+  # these of CUDA and of Numba's runtime, which do not
     """,
     re.VERBOSE,
 )
@@ -6122,7 +6079,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
 class _BatchArgumentMap(_ArgumentMap):
     """The argument map of a batch kernel.  Its adapter passes slice `blockIdx.z` of each buffer to the user's kernel.
 
-    `slice_ranks` has the rank of each buffer without the batch dimension.  Here, it is always given.
+    `slice_ranks` is never None, so `is_identity_for` is False: a batch kernel always needs the adapter.
     """
 
     def _expression(self, buffer: int) -> str:
@@ -6139,19 +6096,91 @@ class _CudaBatchEmitter(_CudaEmitter):
     in a block, the code calls the loop with a launch per slice.
     """
 
-    def __init__(self, package: _CompiledCudaPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
+    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
         """Create an emitter.  `loop_per_slice` is the address of the inner loop that `_CudaEmitter` has written."""
         super().__init__(package, launcher)
         self.loop_per_slice = loop_per_slice
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         config = _load_launch_config(ir, frame)
-        has_too_many_threads = config.threads_per_block > self.launcher.max_threads
-        with ir.if_((config.grid_z > 1) | has_too_many_threads):
+        with ir.if_((config.grid_z > 1) | (config.threads_per_block > self.launcher.max_threads)):
             ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
         with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
             write_launch(self._store_params(ir, arrays), z=n_slices)
+
+
+@dataclasses.dataclass
+class _CudaBatchLaunch:
+    """The batch launch of a kernel: it compiles the batch kernel, and puts the code into the handler.
+
+    The inner loop of the registered handler contains:
+
+        before `compile_once_and_explain`              one launch per slice (`_CudaEmitter`)
+        after it, if there is a batch kernel           one launch per 65,535 slices (`_CudaBatchEmitter`)
+        after it, if not                               one launch per slice
+
+    The thread that calls it replaces the inner loop, under `lock`.  XLA's threads may run calls at the same time.
+    """
+
+    compiler: _CudaCompiler  # of the kernel for one slice
+    fingerprint: _Fingerprint  # see `_FINGERPRINTS_OF_COMPILED`
+    ptx: str  # of the kernel for one slice
+    handler_data: Any  # the `_HandlerData` of the registered handler
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+    # The only compilation for batches sets either `failure`, or the two others:
+    failure: str = ""  # why there is no batch kernel
+    batch_handler: _CompiledHandler | None = None  # has the inner loop for batches, and keeps it alive
+    max_threads: int = _CUDA_MAX_THREADS  # in a block of the batch kernel
+
+    def compile_once_and_explain(self, launch_attribute: Sequence[int]) -> str:
+        """Compile the batch kernel, unless it was done before or the launch uses z.
+
+        Return the reason why a batch with this launch attribute has a launch per slice, or an empty text if it has one
+        launch per 65,535 slices.  In each call, the handler decides again (`_CudaBatchEmitter`).
+        """
+        config = _LaunchConfig(*launch_attribute)
+        if config.grid_z > 1:
+            return f"the slices would be the blocks along z, and the launch uses z: grid={config.grid}"
+        with self.lock:
+            if not (self.batch_handler or self.failure):
+                try:
+                    self._replace_inner_loop(self._compile_batch_kernel())
+                except Exception as error:
+                    self.failure = _fallback_reason(error)
+        if config.threads_per_block > self.max_threads:
+            return f"a block of the batch kernel can have {self.max_threads} threads, and block={config.block}"
+        return self.failure
+
+    def _compile_batch_kernel(self) -> _CudaLauncher:
+        """Compile and load the batch kernel."""
+        compiler = self.compiler
+        slice_ranks = compiler.signature.ranks
+        if compiler.in_order:
+            raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
+        if uses_z := _PTX_MAY_DEPEND_ON_Z.search(self.ptx):
+            raise _BatchLaunchUnsupported(f"the slices would be the blocks along z, and its PTX has {uses_z[0]}")
+        if names := _device_arrays_written_by(compiler.kernel):
+            raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
+        batch_compiler = dataclasses.replace(
+            compiler,
+            argument_map=_BatchArgumentMap(**compiler.argument_map._asdict() | {"slice_ranks": slice_ranks}),
+            signature=compiler.signature._replace(ranks=tuple(rank + 1 for rank in slice_ranks)),
+            maybe_written_names=[],  # the kernel for one slice has passed the check
+        )
+        launcher, _ = batch_compiler.compile_and_load()
+        if _fingerprint(compiler.kernel) != self.fingerprint:  # checked last: compiling reads the captured values
+            raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
+        return launcher
+
+    def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
+        """Replace the inner loop of the registered handler by a loop that launches the batch kernel."""
+        emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler_data.inner_loop)
+        # Of this handler, only the inner loop is used.  Handlers have the signature of a slice (see the example above).
+        self.batch_handler = _build_handler(self.compiler.signature, emitter)
+        # Concurrent calls load this aligned word.  Both the old and the new value are valid.
+        self.handler_data.inner_loop = self.batch_handler.data.inner_loop
+        self.max_threads = launcher.max_threads
 
 
 class _BatchLaunchUnsupported(Exception):
@@ -6168,76 +6197,69 @@ def _log_per_slice_fallback(title: str, reason: str) -> None:
     _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
 
 
-@dataclasses.dataclass
-class _CudaBatchLaunch:
-    """The batch launch of a kernel: it compiles the kernel for batches, and puts the code into the handler.
+# -- 9.7 Numba's simulator -----------------------------------------------------------------------------
 
-    The inner loop of the registered handler contains:
+# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
+_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
-        before the first lowering of a batch           one launch per slice (`_CudaEmitter`)
-        after it, if the kernel compiled for batches   one launch per 65,535 slices (`_CudaBatchEmitter`)
-        after it, if not                               one launch per slice
 
-    The thread that lowers replaces the inner loop, under `lock`.  XLA's threads may run calls at the same time.
-    """
+class _CudaSimulator:
+    """Numba's simulator, which runs one kernel at a time, in Python.  NumPy rejects stores to read-only inputs."""
 
-    compiler: _CudaCompiler  # of the kernel for one slice
-    first_fingerprint: _Fingerprint  # see `_FIRST_FINGERPRINTS`
-    ptx: str  # of the kernel for one slice
-    handler_data: Any  # the `_HandlerData` of the registered handler
-    lock: Any = dataclasses.field(default_factory=threading.Lock)
-    # The first lowering sets one of these:
-    batch_handler: _CompiledHandler | None = None  # has the inner loop for batches, and keeps it alive
-    failure: str = ""  # why there is no kernel for batches
-    max_threads: int = _CUDA_MAX_THREADS  # in a block of the kernel for batches, if there is one
+    module = "numba.cuda"
+    platform = "cpu"
 
-    def prepare(self, launch_attribute: Sequence[int]) -> str:
-        """Prepare a batch with this launch attribute.  The first call compiles the kernel for batches.
+    def kernel_handler(self, kernel: Any, argument_map: _ArgumentMap, signature: _Signature) -> _CompiledHandler:
+        """Return a handler that runs a kernel for each slice."""
+        from numba import cuda
 
-        Return an empty text if the batch is one launch.  Otherwise return the reason why it has a launch per slice.
-        """
-        config = _LaunchConfig(*launch_attribute)
-        if config.grid_z > 1:
-            return f"the slices are the blocks along z, and the launch uses z: grid={config.grid}"
-        with self.lock:
-            if not (self.batch_handler or self.failure):
-                try:
-                    self._replace_inner_loop(self._compile_for_batches())
-                except Exception as error:
-                    self.failure = _fallback_reason(error)
-        if config.threads_per_block > self.max_threads:
-            return f"a block of the kernel for batches can have {self.max_threads} threads, and block={config.block}"
-        return self.failure
+        adapter = argument_map.make_adapter(kernel.py_func)
 
-    def _compile_for_batches(self) -> _CudaLauncher:
-        """Compile and load the kernel for batches."""
-        kernel = self.compiler.kernel
-        signature = self.compiler.signature
-        if self.compiler.in_order:
-            raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
-        if uses_z := _PTX_MAY_DEPEND_ON_Z.search(self.ptx):
-            raise _BatchLaunchUnsupported(f"the slices are the blocks along z, and its PTX has {uses_z[0]}")
-        if names := _device_arrays_written_by(kernel):
-            raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
-        batch_compiler = dataclasses.replace(
-            self.compiler,
-            argument_map=_BatchArgumentMap(*self.compiler.argument_map._replace(slice_ranks=signature.ranks)),
-            signature=signature._replace(ranks=tuple(rank + 1 for rank in signature.ranks)),
-            maybe_written_names=[],  # the kernel for one slice has passed the check
-        )
-        launcher, _ = batch_compiler.compile_and_load()
-        if _fingerprint(kernel) != self.first_fingerprint:  # checked last: compiling reads the captured values
-            raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
-        return launcher
+        def call_adapter(*buffers: Any) -> None:
+            adapter(*buffers)
 
-    def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
-        """Replace the inner loop of the registered handler by a loop that launches the kernel for batches."""
-        emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler_data.inner_loop)
-        # Of this handler, only the inner loop is used.  Handlers have the signature of a slice (see the example above).
-        self.batch_handler = _compile_handler(self.compiler.signature, emitter)
-        # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-        self.handler_data.inner_loop = self.batch_handler.data.inner_loop
-        self.max_threads = launcher.max_threads
+        # The simulator replaces `cuda` only in the globals of the function that it launches.  That is a copy of
+        # `call_adapter`, so give the copy the globals of the user's module.
+        user_globals = kernel.py_func.__globals__
+        simulated = cuda.jit(types.FunctionType(call_adapter.__code__, user_globals, closure=call_adapter.__closure__))
+
+        def run(arrays: list, stream: Any, launch_address: int) -> None:
+            config = _read_launch_config(launch_address)
+            simulated[config.grid, config.block, stream, config.shared_mem](*arrays)
+
+        return _build_handler(signature, self.callback_emitter(signature, run, signature.unaliased_inputs))
+
+    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        """Return an emitter that calls `run` for each slice.  See `_GpuPackage.callback_emitter`."""
+        from numba import cuda
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+        def body(buffers: list, launch_address: int, *_: int) -> None:
+            # Kernels run on copies: after Ctrl-C, threads may still write after XLA has freed the buffers.
+            views = []
+            for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
+                memory = (ctypes.c_char * (dtype.itemsize * math.prod(shape))).from_address(pointer)
+                views.append(np.ndarray(shape, dtype, memory))
+            copies = [view.copy() for view in views]
+            for i, j in signature.aliases:
+                copies[i] = copies[signature.n_in + j]  # an aliased input shares memory with its output
+            for k, array in enumerate(copies):
+                array.flags.writeable = k not in readonly_inputs
+            with _CUDASIM_LOCK:
+                run(list(map(FakeCUDAArray, copies)), cuda.stream(), launch_address)
+            for k in range(signature.n_in, len(views)):
+                views[k][...] = copies[k]
+
+        return _CallbackEmitter(signature, body)
+
+
+_CUDA_SIMULATOR = _CudaSimulator()
+
+
+def _uses_cudasim() -> bool:
+    """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
+    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
 # ======================================================================================================
@@ -6335,7 +6357,7 @@ def warp_kernel(
 
     - `vmap_method="sequential"`;
     - the kernel has C++ code, adjoints or code transformers of your own;
-    - Warp cannot compile the kernel for batches, or captured values have changed since the kernel was compiled.
+    - Warp cannot compile the batch kernel, or captured values have changed since the kernel was compiled.
 
     **Redefinition.** Calls may use the helpers and constants of an earlier trace.  If you redefine one, create the
     wrapper again.  If a loop or factory creates kernels, use `@wp.kernel(module="unique")`, so that Warp builds each
@@ -7221,7 +7243,7 @@ class _WarpCpuEmitter(_WarpEmitter):
 
     def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
         super().__init__(launch, recorded)
-        self.kernel_address = self.addresses[0]  # `_compile_handler` copies it to the handler's data
+        self.kernel_address = self.addresses[0]  # `_build_handler` copies it to the handler's data
         self.in_order = launch.in_order or launch.uses_tiles
         if launch.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
@@ -7306,7 +7328,7 @@ class _PendingWarpTarget(_CallTarget):
 
             def compile_handler() -> _CompiledHandler:
                 _import("numba", "warp_kernel", _NUMBA_INSTALL)  # its LLVM compiles the handler
-                return _compile_handler(self.signature, emitter)
+                return _build_handler(self.signature, emitter)
 
             name = _REGISTRY.warp_target_name(specialization, compile_handler)
         return _CallTarget(name, emitter.launch_attribute, platform=platform)
