@@ -4562,13 +4562,14 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #     exact        stores to the array of one parameter                      an error
 #     ambiguous    stores to the array of one of several parameters          the kernel gets a copy (`_inputs_to_copy`)
 #
-# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop, and are probably meant for
-# another array.  For a possible store, a copy would silently lose the values that C++ code stores.
+# Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a store does go
+# to the input, only the copy changes.  A possible store is probably meant for the input, so a copy would lose values.
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
 # new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
 # `box.out[i]` is ambiguous.  It misses stores through an array of structs that a helper fills:
 #
+#     boxes = wp.zeros(shape=2, dtype=Box)
 #     fill(boxes, x)              # runs boxes[0].pos = x
 #     boxes[0].pos[i] = 1.0       # this store to x is not found, and neither is the same store in a helper
 
@@ -4578,14 +4579,18 @@ _RETURNED = "return"  # the key of the returned value among variables.  `return`
 class _View(NamedTuple):
     """An array that a value may be a view of, or, if the value is a struct, that a field may be a view of.
 
-    For a parameter `x` with two dimensions, `x[i]` is `_View("x", 1, False)`, and `x[i, j]` is a number without views.
-    After `box.pos = x`, the struct `box` is `_View("x", 2, True)`.  A parameter `p` that is a struct with arrays of at
-    most two dimensions is `_View("p", 2, True)`.
+    For example, if the parameter `x` is an array with two dimensions:
+
+        x[i]                          {_View("x", 1, False)}
+        x[i, j]                       {}, because it is a number
+        box, after box.pos = x        {_View("x", 2, True)}
+        boxes, after boxes[i] = box   {_View("x", inf, True)}, so that `boxes[i]` still has all dimensions of `x`
+        boxes[i], boxes[i].pos        {_View("x", inf, True)}
     """
 
     parameter: str  # a parameter that is an array, or a struct with arrays
-    # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, or if an
-    # index may remove no dimension of the view: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
+    # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, in arrays
+    # of structs (above), and in tuples: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
     max_ndim: float
     maybe_struct: bool  # whether the value may be a struct
 
@@ -4604,11 +4609,11 @@ class _Store(NamedTuple):
     parameters: frozenset[str]  # it stores to the array of one of these parameters
     node: ast.AST  # the statement or call
     function: Any  # the kernel or helper that contains the node
-    is_certain: bool  # False if the node perhaps only reads
+    is_possible: bool  # whether it perhaps only reads
 
     @property
     def kind(self) -> _StoreKind:
-        if not self.is_certain:
+        if self.is_possible:
             return _StoreKind.POSSIBLE
         return _StoreKind.AMBIGUOUS if len(self.parameters) > 1 else _StoreKind.EXACT
 
@@ -4642,7 +4647,7 @@ _BUILTINS = {
     _Effect.STORES: "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor atomic_cas "
     "atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",
     _Effect.RETURNS_ARGUMENT: "copy select where",  # `copy` of an array does not copy its elements
-    _Effect.RETURNS_VIEW: "array view",
+    _Effect.RETURNS_VIEW: "array view",  # in kernels, `wp.array(ptr=..., shape=...)` is a builtin, not the class
 }
 _EFFECTS = {name: effect for effect, names in _BUILTINS.items() for name in names.split()}
 
@@ -4725,8 +4730,8 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
-    # After a starred argument, the positions are unknown, so the parameter may get any other one.  The starred argument
-    # has no views, because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.
+    # After a starred argument, the positions are unknown, so the parameter may get any argument.  (`_views_of` finds no
+    # views in the starred one.  That is right, because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.)
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
     arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
@@ -4767,7 +4772,7 @@ class _WarpSource:
                 self.calls += analysis.callees.items()
                 pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
         self._repeat_until_stable(_FunctionAnalysis.find_views)
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # afterwards, because a store depends on all views
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # when all views are known: stores are never removed
         # {parameter of the kernel: a store to its array}.  A store that is an error for an input precedes others.
         self.stores: dict[str, _Store] = {}
         for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
@@ -4826,7 +4831,7 @@ class _FunctionAnalysis:
         self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
         self.stores: list[_Store] = []
         # Each call of this function is a possible store to these parameters.  They are:
-        # - all parameters of a C++ function, which the analysis cannot read
+        # - all parameters with arrays of a C++ function, which the analysis cannot read
         # - references, because a store to the reference `p`, `p = 1.0`, looks like an assignment to a local variable
         self.maybe_stored: list[str] = []
         is_cpp = bool(getattr(function, "native_snippet", None))
@@ -4863,8 +4868,7 @@ class _FunctionAnalysis:
             case ast.Attribute(value=struct):
                 self._assign(struct, _with_fields(views, maybe_struct=True))
             case ast.Subscript(value=array):
-                # Only elements that are structs have views: after `boxes[i] = Box(y)`, `boxes[i].pos` is `y`.  The ndim
-                # is infinite, so that the index of a later `boxes[i]` removes no dimension of `y`.
+                # Only elements that are structs have views.
                 self._assign(array, _with_fields((view for view in views if view.maybe_struct), max_ndim=math.inf))
 
     def _views_of(self, node: ast.expr) -> set[_View]:
@@ -4902,7 +4906,7 @@ class _FunctionAnalysis:
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
-            # For `tail(a)` above, the type of `a` declares an ndim, which bounds the result for all arguments.
+            # The ndim comes from the declared types of the called function, not from the arguments.
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
                 for returned in self.analyses[callee].views[_RETURNED]
@@ -4941,6 +4945,7 @@ class _FunctionAnalysis:
         """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
 
         An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
+        Of a subscript, the owner and the arrays that contain it count, because the owner may be an array or a vector.
         """
         match target:
             case ast.Subscript(value=owner):
@@ -4954,22 +4959,24 @@ class _FunctionAnalysis:
         if _is_user_function(callee):
             analysis = self.analyses[callee]
             for parameter in analysis.maybe_stored:
-                self._add_store(self._views_of_argument(call, callee, parameter), call, is_certain=False)
+                self._add_store(self._views_of_argument(call, callee, parameter), call, is_possible=True)
             for store in list(analysis.stores):  # a copy, because the callee may be this function
                 views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(views, store.node, store.function, store.is_certain)
+                self._add_store(views, store.node, store.function, store.is_possible)
             return
         effect = _effect(callee)
         if effect is _Effect.STORES:
             # With keywords only, any of them may be the first parameter.
             self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
         elif effect is _Effect.UNKNOWN:
-            self._add_store(self._views_of_any(_arguments(call)), call, is_certain=False)
+            self._add_store(self._views_of_any(_arguments(call)), call, is_possible=True)
 
-    def _add_store(self, views: Iterable[_View], node: ast.AST, function: Any = None, is_certain: bool = True) -> None:
+    def _add_store(
+        self, views: Iterable[_View], node: ast.AST, function: Any = None, is_possible: bool = False
+    ) -> None:
         """Add a store to one of the arrays of these views, by a node of this function or of another one."""
         parameters = frozenset(view.parameter for view in views)
-        store = _Store(parameters, node, function or self.function, is_certain)
+        store = _Store(parameters, node, function or self.function, is_possible)
         if parameters and store not in self.stores:
             self.stores.append(store)
 
@@ -4980,7 +4987,7 @@ class _FunctionAnalysis:
 def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
     """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
 
-    Outputs are checked only if the user did not set `zero_outputs`.  Both values allow outputs without stores.
+    Outputs are not checked if the user set `zero_outputs`, to True or False.  The kernel then need not store to them.
 
     `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
     scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
@@ -4994,7 +5001,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
         if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, an aliased input, or no array
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
-        if store.is_certain:  # and exact, because an input with ambiguous stores was copied
+        if not store.is_possible:  # it is exact, because an input with ambiguous stores was copied
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
             f" If this statement only reads {name!r}, list it in in_out_argnames nevertheless, add its spec to outs "
