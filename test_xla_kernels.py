@@ -5148,7 +5148,7 @@ NO_VALUES = "Arrays are passed as specs, which have .shape and .dtype but no val
 
 NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     # when a wrapper is created
-    ("wrap(partial(identity))", TypeError, "numba.njit or a plain function; got partial.*closure"),
+    ("wrap(partial(identity))", TypeError, "a plain function, or .*guvectorize; got partial.*closure"),
     ("wrap(types.MethodType(identity, 3))", TypeError, "got method.*outside of the class"),
     ("wrap(lambda self, x: x)", TypeError, "is a method, and `self` is not an array. Write a function"),
     ("wrap(np.sin)", TypeError, "<ufunc 'sin'>. .*: lambda x: np.sin(x). .*drop target='parallel'"),
@@ -5222,11 +5222,11 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('wrap(lambda state, state_out: None, identity, in_out_argnames=["state"])(ONES)',
      TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'"),
     # the arguments of the kernel
-    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out), but this call has 1 input and 2 outputs"),
+    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out), but .* be (input, output, output) or (input)"),
     ("wrap(lambda x, out, *, n=3: None)(ONES)", TypeError, "Make the keyword-only parameter an input"),
     ("wrap(scale_n)(ONES, alpha=ONES[0])", TypeError, "got 1 by position and (alpha) by name. 'n' is missing"),
     ("wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)", TypeError, "got 4 by position and (x) by name. Pass each once"),
-    ("wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)", TypeError, "takes (x), but .* 2 outputs (scratch counts"),
+    ("wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)", TypeError, "takes (x), but .* must be (input, output, scratch)"),
     ("wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])", TypeError, "by position only; got 1 .*(n) by name"),
     ("wrap(scale_n)(ONES, 2, 3.0)", TypeError, "has no items n[i]; .*write it with n[()], .*scalars=['n']"),
     ("wrap(lambda x, q: x * q[()])(ONES, 2.0)", TypeError, "A 0-d input is a scalar .*Write q instead of q[()]"),
@@ -5240,7 +5240,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('call_body("helper(x, out)", helper=identity)', TypeError, "Decorate the helper with @numba.njit"),
     ("""call_body("out[0] = a['b']", a={"b": 2.0})""", TypeError, "no dict, list or object. Pass its values"),
     ('call_body("out[:] = a", a=jnp.ones(4))', TypeError, "capture a JAX array. Pass it"),
-    ('call_body("breakpoint()")', TypeError, "Debug it in Python with NumPy arrays: call wrapper.__wrapped__"),
+    ('call_body("breakpoint()")', TypeError, "In Python, debug wrapper.__wrapped__ (or its .py_func)"),
     (r'call_body("with numba.objmode():\n    print()")', TypeError, "uses Numba's object mode.*jax.pure_callback"),
     # stores and returned values
     ('call_body("return x.size")', TypeError, "never stores .*Write `out[:] = ...`, or remove the parameter"),

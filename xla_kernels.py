@@ -3533,16 +3533,17 @@ class _CallbackEmitter(_Emitter):
 # of all buffers: it takes the inputs, outputs and scratch of a call, in order, as arrays.  If the kernel has other
 # parameters, or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
 #
-# This section uses parts of Numba that are not documented.  If Numba changes one of these, tests fail, but users may
-# silently get wrong results: the members of arrays (`_numba_array_members`), the functions that write to read-only
-# arrays (`_IGNORE_READONLY`), the IR that `compiler.run_frontend` returns, and the name of the function that starts
-# threads (`_uses_threads`).
+# This section uses parts of Numba that are not documented.  If Numba changes one of the following, results may silently
+# be wrong: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays
+# (`_IGNORE_READONLY`), the IR that `compiler.run_frontend` returns, and the name of the function that starts threads
+# (`_uses_threads`).  Only the tests detect this, so copies of this file need them, too.  A change of the other parts
+# raises errors.
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# The attributes of arrays that are not views of their elements (also for sections 8 and 10).
+# The attributes of arrays that give no access to elements, unlike `.T` and `.flat` (also for sections 8 and 10).
 _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())
 
 
@@ -3571,6 +3572,9 @@ def numba_kernel(
         kernel(*inputs, *outputs, *scratch)      # stores to its outputs, and returns nothing
         kernel(*inputs)                          # returns an output, or a tuple of outputs
 
+    An in-out argument has one parameter, at the position of its input.  With in_out_argnames=["v"] and
+    outs=lambda x, v: (v, y_spec), these are kernel(x, v, y), and kernel(x, v), which updates v and returns y.
+
     Arrays are C-contiguous, and inputs are read-only.  A kernel that stores to its outputs gets 0-d inputs as 0-d
     arrays, which it reads with `n[()]`, unless `scalars` lists them.  Its outputs start from zeros (see
     `zero_outputs`).  A kernel that returns its outputs gets 0-d inputs as scalars.
@@ -3582,16 +3586,16 @@ def numba_kernel(
         or a function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
         traced.
       vmap_method: optional string, one of the names that `jax.pure_callback` accepts.  With "sequential" and
-        "sequential_unrolled", batch elements run in order, on one thread.  Otherwise they are divided among XLA's
-        threads.
+        "sequential_unrolled", batch elements run in order, on one thread.  With None (the default) and the other names,
+        they are divided among XLA's threads.
       input_output_aliases: optional dict from inputs (indices or names) to indices of outputs.  With `{i: j}`, output j
         starts with the value of input i, and uses its memory if XLA can.  The kernel gets the same array for both.
       in_out_argnames: optional sequence of the parameters that the kernel updates in place, in the order of the
         kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Assign
         to elements: `v[:] = 0.5 * v + x`.  The statement `v = 0.5 * v + x` only creates a local variable.
-      scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  To compile
-        a constant into the kernel, use a closure variable instead.  Each value of it compiles another kernel, which
-        takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
+      scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  0-d in-out
+        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  Each value of it
+        compiles another kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
@@ -3610,10 +3614,11 @@ def numba_kernel(
 
     Raises:
       TypeError: if a dtype has no CPU arithmetic in Numba (float16, bfloat16, float8, sub-byte types); if the number of
-        arguments is wrong; if the kernel may write to an input, or never stores to an output; if it cannot be compiled,
-        or uses object mode (see `jax.pure_callback`); if a result has another rank than in `outs`, or a dtype that
-        NumPy does not cast to the declared one ("same_kind").
+        arguments is wrong; if the kernel may write to an input; if it never stores to an output and `zero_outputs` is
+        None; if it cannot be compiled, or uses object mode (see `jax.pure_callback`); if a result has another rank than
+        in `outs`, or a dtype that NumPy does not cast to the declared one ("same_kind").
       ValueError: if `vmap_method` is unknown, aliases or `scalars` do not fit the call, or `name` is in use.
+      RuntimeError: if the environment variable NUMBA_DISABLE_JIT is set.
       jax.errors.JaxRuntimeError: if the kernel raises an exception; the message has its type and text (under
         `jax.jit` it may be a ValueError); or if a result has another shape than in `outs`.
 
@@ -3647,8 +3652,8 @@ def numba_kernel(
       with side effects are not ordered, unless one uses a result of the other.
     - In a `cond` with a batched predicate, the kernel also runs in a branch that is not taken, and its exceptions are
       raised.  In a batched `while_loop`, it also runs on the last state of batch elements that have finished.
-    - Kernels run on XLA's threads.  `np.random.seed` and `numba.set_num_threads` are per thread, so they have no
-      effect.  Ctrl-C does not stop a kernel that never ends; Ctrl-\\ does.
+    - Kernels run on XLA's threads.  `np.random.seed` and `numba.set_num_threads` are per thread, so calls outside of
+      the kernel do not affect it.  Ctrl-C does not stop a kernel that never ends; Ctrl-\\ does.
     - Batch elements of a `vmap` may run at the same time on several threads.  If the kernel calls a C library that is
       not thread-safe, use `vmap_method="sequential"`.
     - A kernel with `parallel=True` uses Numba's threads, one batch element after another.  If
@@ -3656,7 +3661,8 @@ def numba_kernel(
       because Numba would end the process.
     """
     options = dict(locals())  # all arguments by name
-    return _wrapper_or_decorator(_NumbaKernel, options.pop("kernel"), _Options(**options))
+    del options["kernel"]
+    return _wrapper_or_decorator(_NumbaKernel, kernel, _Options(**options))
 
 
 # -- 7.1 The wrapper: which buffer of a call is passed to which parameter of the kernel ----------------
@@ -3694,16 +3700,16 @@ class _NumbaWrapper(_Wrapper):
         if may_return and new_buffers and not call.scratch:
             maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=new_buffers))
         python_signature = inspect.signature(_py_func(self.kernel))
-        fitting_maps = [argument_map for argument_map in maps if _can_bind(python_signature, len(argument_map.args))]
-        if fitting_maps:
+        if fitting_maps := [x for x in maps if _can_bind(python_signature, len(x.args))]:
             return fitting_maps
-        self._check_no_separate_outputs(call)  # its error has the better fix
-        returns = ", or takes the inputs only and returns the outputs" if may_return else ""
+        self._check_no_separate_outputs(call)  # its error has the fix for kernel(v, new_v) with in_out_argnames=["v"]
+        new_kinds = ["output"] * (len(new_buffers) - len(call.scratch)) + ["scratch"] * len(call.scratch)
+        kinds = ["input"] * n_in + self.in_outs + new_kinds
+        expected = " or ".join(f"({', '.join(kinds[buffer] for buffer in x.args)})" for x in maps)
         raise TypeError(
-            f"A kernel takes its inputs, outputs and scratch by position{returns}. Kernel {self.__name__!r} takes "
-            f"{python_signature}, but this call has {_counted(n_in, 'input')} and "
-            f"{_counted(n_buffers - n_in, 'output')} (scratch counts as an output, and an in-out argument as an input "
-            "and an output). If a parameter is both input and output, list it in in_out_argnames. If it is a constant, "
+            "A kernel takes its inputs, outputs and scratch by position, or (on CPUs) only its inputs, and returns its "
+            f"outputs. Kernel {self.__name__!r} takes {python_signature}, but its parameters for this call must be "
+            f"{expected}. If a parameter is both input and output, list it in in_out_argnames. If it is a constant, "
             "wrap the kernel in a function that has the constant in its closure."
         )
 
@@ -3735,9 +3741,8 @@ class _NumbaKernel(_NumbaWrapper):
 
     def __init__(self, kernel: Any, options: _Options) -> None:
         if not isinstance(kernel, types.FunctionType) and _decorated_backend(kernel) != "numba":
-            raise _unsupported_kernel_error(
-                "numba_kernel", "a function decorated with numba.njit or a plain function", kernel
-            )
+            takes = "a plain function, or one that is decorated with numba.njit, vectorize or guvectorize"
+            raise _unsupported_kernel_error("numba_kernel", takes, kernel)
         super().__init__(kernel, options)
 
     def _find_target(self, call: _CallParams) -> _CallTarget:
@@ -3751,20 +3756,16 @@ class _NumbaKernel(_NumbaWrapper):
         self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
         signature = call.signature(self.__name__)
         argument_maps = self._argument_maps(call, may_return=True)
-        in_order = self.options.in_order
-        checks_outputs = self.options.checks_outputs
+        options = self.options
 
         def compile_handler() -> _CompiledHandler:
-            compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, checks_outputs)
-            return compiler.compile_kernel_and_handler(argument_maps, in_order)
+            compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, options.checks_outputs)
+            return compiler.compile_kernel_and_handler(argument_maps, options.in_order)
 
-        key_options = "numba", in_order, numba.config.BOUNDSCHECK, checks_outputs, *argument_maps
-        specialization = _Specialization(signature, key_options, "cpu", self.options.name)
+        key_options = "numba", options.in_order, numba.config.BOUNDSCHECK, options.checks_outputs, *argument_maps
+        specialization = _Specialization(signature, key_options, "cpu", options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals=True)
-        platform_phrase = (
-            "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or call the function with "
-            "jax.pure_callback"
-        )
+        platform_phrase = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or jax.pure_callback"
         return _CallTarget(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
 
     def _jitted_kernel(self) -> Any:
@@ -3812,12 +3813,12 @@ class _ArgumentMap(NamedTuple):
             if returned.shape != b2.shape: raise ShapeError(returned.shape, b2.shape)
             b2[...] = returned
 
-    If the kernel takes all buffers as they are, in their order, no adapter is needed.
+    If a dispatcher takes all buffers as they are, in their order, it needs no adapter.
     """
 
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
-    scalars: frozenset[int] = frozenset()  # the 0-d inputs that are passed as scalars, if they are in `args`
+    scalars: frozenset[int] = frozenset()  # the 0-d inputs passed as scalars; in-out arguments stay arrays
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
     slice_ranks: Any = None  # for batch launches (9.6): a tuple of ints, the rank of a slice of each buffer
@@ -3882,7 +3883,7 @@ class _NumbaCompiler:
             _compile_protecting_inputs  checks stores to inputs; if necessary, compiles again, with copies
               _compile_for_buffers      compiles the kernel for read-only inputs; if that fails, for writable inputs
                 _compile_kernel         compiles the kernel itself, and returns the type of its result
-                _check_results          checks the returned values
+                _check_results          checks the returned values; or `_check_returns_nothing`
                 _jitted_adapter         creates the adapter, if the kernel needs one
             _check_outputs              checks stores to outputs
     """
@@ -3890,7 +3891,7 @@ class _NumbaCompiler:
     kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
     parameters: Sequence[str]  # the names of the kernel's parameters
     signature: _Signature
-    call: _CallParams  # without a target; a signature does not tell outputs and scratch apart, or contain shapes
+    call: _CallParams  # needed for errors, because a signature has no shapes, and outputs and scratch look the same
     checks_outputs: bool  # whether it is an error if the kernel never stores to an output
 
     @property
@@ -3899,8 +3900,8 @@ class _NumbaCompiler:
 
     @functools.cached_property
     def only_read_positions(self) -> set[int]:
-        """The positions of the parameters that the kernel only reads."""
-        return _only_read_positions(self.kernel)
+        """The positions of the parameters that the kernel only reads, as Numba's IR shows."""
+        return _positions_only_read_in_numba_ir(self.kernel)
 
     def compile_kernel_and_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
         """Compile the kernel with the first argument map that works, and the handler that calls it."""
@@ -3954,7 +3955,7 @@ class _NumbaCompiler:
         if not readonly_error and not _may_ignore_readonly(self.kernel):
             return overload
         maybe_written = argument_map.maybe_written_inputs(self.only_read_positions, self.signature)
-        maybe_written -= _only_read_buffers(overload, self.signature)
+        maybe_written -= _buffers_only_read_in_llvm(overload, self.signature)
         if not maybe_written:
             return overload
         if readonly_error and _is_store_to_readonly(readonly_error):
@@ -3963,7 +3964,8 @@ class _NumbaCompiler:
             verb = "writes" if len(names) == 1 else "may write"
             raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
         _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
-        # An error for read-only inputs does not matter any more: the kernel only reads the inputs that are not copied.
+        # An error here only says that this compiles for writable inputs.  That is safe, because the kernel only reads
+        # the inputs that are not copied.
         overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
         return overload
 
@@ -3976,10 +3978,8 @@ class _NumbaCompiler:
 
         compile_kernel = functools.partial(self._compile_kernel, argument_map)
         returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
-        if argument_map.results:
-            self._check_results(argument_map, returned_type)
-        else:
-            self._check_returns_nothing(argument_map, returned_type)
+        check_returned_type = self._check_results if argument_map.results else self._check_returns_nothing
+        check_returned_type(argument_map, returned_type)
         function = self.kernel
         if _is_ufunc(self.kernel) or not argument_map.is_identity_for(self.kernel):
             function = self._jitted_adapter(argument_map, returned_type)
@@ -4033,8 +4033,8 @@ class _NumbaCompiler:
         """Raise an error if a kernel that stores to its outputs returns a value."""
         if not _returned_leaves(returned):
             return
-        # A kernel with the lines `out = x + 1; return out` never stores to `out`.  That error has the better fix: drop
-        # the parameter `out`, and keep the `return`.
+        # A kernel with the lines `out = x + 1; return out` never stores to `out`.  That error has the better fix:
+        # "Write `out[:] = ...`, or remove the parameter 'out' and keep the `return`."
         self._check_outputs(argument_map, return_fix="keep the `return`")
         raise TypeError(
             f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}. "
@@ -4045,16 +4045,15 @@ class _NumbaCompiler:
         """Raise an error if a kernel that returns its outputs does not return what `outs` declares."""
         leaves = _returned_leaves(returned).values()
         declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        fix = _RETURN_ADVICE
+        fixes = [_RESULTS_ADVICE]
         if len(leaves) == len(declared):
-            fixes = [_fix_for_result(leaf, dtype, rank) for leaf, (dtype, rank) in zip(leaves, declared)]
-            fix = next(filter(None, fixes), "")
-        if not fix:
+            fixes = [*filter(None, map(_fix_if_invalid, leaves, declared))]
+        if not fixes:
             return
         shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
         raise TypeError(
-            "A kernel that takes only its inputs returns what outs declares; results are cast as NumPy's 'same_kind' "
-            f"allows (float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fix}."
+            "A kernel that takes only its inputs returns what outs declares; NumPy's 'same_kind' casts are allowed "
+            f"(float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fixes[0]}."
         )
 
     def _check_outputs(self, argument_map: _ArgumentMap, return_fix: str = "") -> None:
@@ -4122,19 +4121,17 @@ def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str,
     return leaves
 
 
-_RETURN_ADVICE = "Return one value for each of outs, with as many dimensions"
-
-
-def _fix_for_result(numba_type: Any, dtype: np.dtype, rank: int) -> str:
-    """Return the fix for a returned value that cannot be stored to an output.  If it can be, return an empty text."""
+def _fix_if_invalid(numba_type: Any, declared: tuple[np.dtype, int]) -> str | None:
+    """Return the fix for a returned value that cannot be stored to an output, or None if it can be."""
     from numba import from_dtype
 
+    dtype, rank = declared
     element, returned_rank = _element_and_rank(numba_type)
     if returned_rank != rank:
-        return _RETURN_ADVICE
+        return _RESULTS_ADVICE
     castable = [from_dtype(np.dtype(name)) for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
     if element in castable:
-        return ""
+        return None
     fix = f"Return x.astype(np.{dtype})" if rank else f"Return np.{dtype}(x)"
     if str(element) in _NUMBA_DTYPES:
         jax_dtype = jax.dtypes.canonicalize_dtype(str(element))  # of 32 bits, if x64 is disabled
@@ -4152,21 +4149,21 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
 
 
 # -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
-# Inputs never change.  Each input of a kernel is safe for one of these reasons:
+# No input changes, except by the undetected stores that `numba_kernel` lists.  Each is safe for one of these reasons:
 #
-# 1. The kernel compiles for read-only arrays.  Numba rejects stores to them, also through views, tuples and helpers.
-# 2. If the kernel references a function or container for which Numba ignores read-only arrays (`_may_ignore_readonly`),
-#    or if it only compiles for writable arrays, LLVM or Numba's IR proves that the kernel does not write to this input.
-#    LLVM infers the parameter attributes `readonly` (the function does not write through this pointer, or pointers
-#    derived from it) and `readnone`.  Plain loops and array expressions usually get them.  Kernels with tuples of
-#    arrays, BLAS, exceptions and parallel loops often do not.  Numba's IR shows that `np.dot` only reads its operands.
+# 1. The kernel compiles for read-only arrays, and references nothing for which Numba ignores that an array is read-only
+#    (`_may_ignore_readonly`).  Numba rejects all other stores, including those through views, tuples and helpers.
+# 2. LLVM or Numba's IR proves that the kernel does not write to this input.  LLVM infers the parameter attributes
+#    `readonly` (the function does not write through this pointer, or pointers derived from it) and `readnone`.  Plain
+#    loops and array expressions usually get them.  Kernels with tuples of arrays, BLAS, exceptions and parallel loops
+#    often do not.  Numba's IR shows that `np.dot` only reads its operands.
 # 3. Without a proof, the kernel gets a copy of this input.
 #
-# An output is surely never stored to if the kernel only reads it (`_only_read_names`).  LLVM's attributes do not show
+# An output is surely never stored to if Numba's IR shows that the kernel only reads it.  LLVM's attributes do not show
 # this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
 
-def _only_read_buffers(overload: Any, signature: _Signature) -> set[int]:
+def _buffers_only_read_in_llvm(overload: Any, signature: _Signature) -> set[int]:
     """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
     only_read = set()
     arguments = _optimized_llvm_function(overload).arguments
@@ -4196,12 +4193,12 @@ def _optimized_llvm_function(overload: Any) -> Any:
 
 def _llvm_module(overload: Any) -> Any:
     """Return the LLVM module of an overload, with all that the function calls."""
-    library = overload.library
-    return library._shared_module or library._final_module  # overloads from Numba's cache have the first one only
+    # Overloads from Numba's cache have the first one only.
+    return overload.library._shared_module or overload.library._final_module
 
 
 def _numba_ir(kernel: Any) -> Any:
-    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.  The simulator may still run it."""
+    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.  Numba's CUDA simulator may run it."""
     from numba.core import compiler
 
     with contextlib.suppress(Exception):
@@ -4209,18 +4206,19 @@ def _numba_ir(kernel: Any) -> Any:
     return None
 
 
-def _only_read_positions(kernel: Any, call_stack: tuple = ()) -> set[int]:
-    """Return the positions of the parameters that a kernel or helper only reads.  See `_only_read_names`."""
-    only_read = _only_read_names(kernel, call_stack)
+def _positions_only_read_in_numba_ir(kernel: Any, call_stack: tuple = ()) -> set[int]:
+    """Return the positions of the parameters that a kernel or helper only reads, as far as Numba's IR shows."""
+    only_read = _names_only_read_in_numba_ir(kernel, call_stack)
     parameters = inspect.signature(_py_func(kernel)).parameters
     return {position for position, name in enumerate(parameters) if name in only_read}
 
 
-def _only_read_names(kernel: Any, call_stack: tuple = ()) -> set[str]:
+def _names_only_read_in_numba_ir(kernel: Any, call_stack: tuple = ()) -> set[str]:
     """Return the names of the parameters and globals that a kernel or helper only reads, as far as Numba's IR shows.
 
-    The set is empty if Numba cannot read the function, or if it always raises, so that its outputs do not matter.
-    `call_stack` contains the functions whose analysis needs this one.
+    If Numba cannot read the function, the set is empty: everything may be stored to.  The set is also empty if the
+    function always raises, so that the missing stores to its outputs are not an error.  `call_stack` contains the
+    functions whose analysis needs this one.
     """
     from numba.core import ir as nbir
     from numba.core import ssa
@@ -4246,26 +4244,24 @@ class _VariableUses:
         v[$1] = $2                           # a store to `v`, and so to `x`
         n = getattr(value=x, attr=shape)     # only reads `x`
 
-    `return x` (`$3 = cast(value=x); return $3`) is not a store, although the caller may store to the result.  So
-    `_add_call` counts the result of a helper as a view of the arguments that the helper only reads.
+    `return x` is not a store to x.  In a caller, the result counts as a view of x (see `_add_call`).
     """
 
     def __init__(self, kernel: Any, numba_ir: Any, call_stack: tuple) -> None:
-        # Its definitions lack the variables that SSA form renames (if reassigned), so a call of one counts as a store.
         self.numba_ir = numba_ir
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
         self.names: dict[str, str] = {}  # {variable: the name of the parameter or global that it is}
-        self.viewed: dict[str, list] = collections.defaultdict(list)  # {variable: the variables it may be a view of}
-        self.stored: list = []  # the variables that may be stored to
+        self.bases_of: dict[str, list] = collections.defaultdict(list)  # {variable: those that it may be a view of}
+        self.maybe_stored: list = []  # the variables that may be stored to
 
     def only_read_names(self) -> set[str]:
         """Return the names of the parameters and globals without a store."""
         written = set()
-        while self.stored:  # a store to a view is also a store to the variables that it views; `pop` ends cycles
-            variable = self.stored.pop().name
+        while self.maybe_stored:  # a store to a view is also a store to its bases
+            variable = self.maybe_stored.pop().name
             written.add(self.names.get(variable))
-            self.stored += self.viewed.pop(variable, [])
+            self.maybe_stored += self.bases_of.pop(variable, [])  # `pop` ends cycles, which loops create
         return set(self.names.values()) - written
 
     def add(self, statement: Any) -> None:
@@ -4273,46 +4269,60 @@ class _VariableUses:
         from numba.core import ir as nbir
 
         value = statement.value if isinstance(statement, nbir.Assign) else statement
+        # `list_vars` also returns the target of an assignment.  That is harmless, because a target is a new variable: a
+        # store to it changes only its bases.
         match value:
             case nbir.Arg() | nbir.Global() | nbir.FreeVar():
                 self.names[statement.target.name] = value.name
             case nbir.Expr(op="call"):
                 self._add_call(statement.target.name, value)
-            case nbir.Expr(op="binop" | "unary" | "cast"):  # a "cast" precedes a return (see the class)
+            case nbir.Return() | nbir.Expr(op="binop" | "unary"):
                 pass
             case nbir.Expr(op="getattr") if value.attr in _ARRAY_METADATA:
                 pass
-            case nbir.Var() | nbir.Expr(op="getattr" | "getitem" | "static_getitem" | "phi"):
-                self.viewed[statement.target.name] += statement.list_vars()  # and the target, a cycle that `pop` ends
+            case nbir.Var() | nbir.Expr(op="getattr" | "getitem" | "static_getitem" | "phi" | "cast"):
+                self.bases_of[statement.target.name] += statement.list_vars()
             # CUDA has no lists and dicts.  So the value that is stored to an array is not an array.
             case nbir.SetItem() | nbir.StaticSetItem() if self.is_cuda:
-                self.stored.append(statement.target)
+                self.maybe_stored.append(statement.target)
             case nbir.Expr(op="inplace_binop") if self.is_cuda:
-                self.stored.append(value.lhs)
+                self.maybe_stored.append(value.lhs)
             # On CPUs, the value may be an array, to which later statements store through a list (`a_list[0] = x`).
             case _:
-                self.stored += statement.list_vars()  # and the target of an assignment, which views nothing
+                self.maybe_stored += statement.list_vars()
 
     def _add_call(self, result: str, call: Any) -> None:
-        """Add the uses in a call.  `result` is the variable to which the result is assigned."""
+        """Add the uses in a call, whose result is assigned to the variable `result`.
+
+            the call                        may store to                      the result may be a view of
+            np.dot(x, y), x.dot(y)          other arguments, such as `out`    nothing
+            x.view(dtype)                   the arguments                     x
+            helper(x, y)                    arguments that it may store to    arguments that it only reads
+            other calls: x.f(y), f(y)       x and y                           -
+
+        Arguments that count as stored to need no views.  The other calls include recursive calls of helpers.
+        """
         function, method = self._called_function(call.func)
         only_read: Container = ()  # the positions of arguments that are only read
         if function is np.dot:
-            only_read = (0, 1)  # but not `out`
+            only_read = (0, 1)
         elif method == "dot":
             only_read = (0,)
         elif method == "view":
-            self.viewed[result].append(call.func)
+            self.bases_of[result].append(call.func)  # `x.view` is a view of `x`
         elif _decorated_backend(function) and function not in self.call_stack:
-            only_read = _only_read_positions(function, self.call_stack)
-            self.viewed[result] += [x for position, x in enumerate(call.args) if position in only_read]
+            only_read = _positions_only_read_in_numba_ir(function, self.call_stack)
+            self.bases_of[result] += [x for position, x in enumerate(call.args) if position in only_read]
         else:
-            self.stored.append(call.func)  # `x.sort` of `x.sort()`: a view of `x`, to which the method may store
-        self.stored += [x for position, x in enumerate(call.args) if position not in only_read]
-        self.stored += filter(None, [*dict(call.kws).values(), call.vararg])
+            self.maybe_stored.append(call.func)
+        self.maybe_stored += [x for position, x in enumerate(call.args) if position not in only_read]
+        self.maybe_stored += filter(None, [*dict(call.kws).values(), call.vararg])
 
     def _called_function(self, variable: Any) -> tuple[Any, str]:
-        """Return (function, "") for a captured function, (None, "dot") for the method `x.dot`, or else (None, "")."""
+        """Return (function, "") for a captured function, (None, "dot") for the method `x.dot`, or else (None, "").
+
+        A reassigned variable is unknown: the function called by `f = g; if c: f = h; f(x)` may store to x.
+        """
         from numba.core import errors, ir_utils
 
         with contextlib.suppress(errors.ConstantInferenceError):
@@ -4333,7 +4343,7 @@ _IGNORE_READONLY = frozenset(
 def _may_ignore_readonly(kernel: Any) -> bool:
     """Return whether a kernel or a helper references a function or container that may write to a read-only array.
 
-    The answer depends on code and captured values, but not on types, which kernels from Numba's cache do not have.
+    This uses code and captured values, because kernels from Numba's cache have no inferred types of variables.
     """
     for function in _kernel_and_helpers(kernel):
         code = _code_of(function)
@@ -4342,12 +4352,9 @@ def _may_ignore_readonly(kernel: Any) -> bool:
         # A gufunc stores to the arguments after its inputs.
         calls_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
         # In Numba, a dict display is a typed dict.
-        builds_dict = any(
-            x.opname.startswith(("BUILD_MAP", "BUILD_CONST"))
-            for part in _code_and_nested(code)
-            for x in dis.get_instructions(part)
-        )
-        if calls_gufunc or builds_dict or not _IGNORE_READONLY.isdisjoint(names):
+        instructions = {x.opname for part in _code_and_nested(code) for x in dis.get_instructions(part)}
+        builds_dict = instructions & {"BUILD_MAP", "BUILD_CONST_KEY_MAP"}
+        if calls_gufunc or builds_dict or names & _IGNORE_READONLY:
             return True
     return False
 
@@ -4372,8 +4379,8 @@ def _check_no_object_mode(kernel: Any, title: str) -> None:
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    helpers = _kernel_and_helpers(kernel)[1:]  # if one is called through a pointer, the module does not contain it
-    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers):
+    # If a helper is called through a pointer, the module does not contain it.
+    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
         return True
     return "@numba_parallel_for(" in str(_llvm_module(overload))
 
@@ -4453,6 +4460,7 @@ _READ_ONLY_ADVICE = (
     "input in in_out_argnames, or alias an output to it with input_output_aliases."
 )
 _STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
+_RESULTS_ADVICE = "Return one value for each of outs, with as many dimensions"
 # {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.  The comments show texts of
 # Numba that the pattern below them matches.
 _ADVICE = {
@@ -4461,52 +4469,66 @@ _ADVICE = {
     _STORE_TO_READONLY: _READ_ONLY_ADVICE,
     # CUDA kernel must have void return type but got int64.
     # No conversion from int64 to none for '$26return_value.2'
-    r"must have void return type|to none": "A kernel with parameters for its outputs returns nothing, but this one "
-    "returns a value. Write it to an output: `out[:] = value`.",
+    r"must have void return type|No conversion from .* to none for": (
+        "A kernel with parameters for its outputs returns nothing. Write the value to an output: `out[:] = value`."
+    ),
     # Known signatures: * (Array(float64, 1, 'C', False, aligned=True),) -> float64
     # Type of #7 arg mismatch: double* != float*
-    r"Known signatures:|arg mismatch: ": "The explicit signature of a helper or gufunc does not fit this call. Remove "
-    'the signature. If it has 64 bits, you may set jax.config.update("jax_enable_x64", True) instead.',
+    r"Known signatures:|arg mismatch: ": (
+        "The explicit signature of a helper or gufunc does not fit this call. Remove the signature. If it has 64 bits, "
+        'you may set jax.config.update("jax_enable_x64", True) instead.'
+    ),
     # Unknown attribute 'normal' of type Module(<module 'jax.random' from '...'>)
-    r"Module\(<module 'jax\.random'": "A kernel cannot draw from jax.random. Draw before the call, and pass the noise "
-    "as an input.",
+    r"Module\(<module 'jax\.random'": "Kernels cannot call JAX. Draw before the call, and pass the noise as an input.",
     # Unknown attribute 'sin' of type Module(<module 'jax.numpy' from '...'>)
     # Cannot determine Numba type of <class 'jaxlib._jax.PjitFunction'>
-    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": "A kernel cannot call JAX. Write "
-    "np. instead of jnp., and loops instead of jax.lax and jax.vmap.",
+    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": (
+        "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap."
+    ),
+    # Cannot determine Numba type of <class 'jax._src.interpreters.partial_eval.DynamicJaxprTracer'>
     # >>> setitem(array(float32, 1d, C), slice<a:b>, readonly buffer(float32, 1d, C))
-    r"<class 'jax|readonly buffer\(": "A kernel cannot capture a JAX array. Pass it as an input, or, if it is a "
-    "constant, capture np.asarray(array).",
+    r"<class 'jax|readonly buffer\(": (
+        "A kernel cannot capture a JAX array. Pass it as an input, or, if it is a constant, capture np.asarray(array)."
+    ),
     # Unknown attribute 'at' of type array(float32, 1d, C)
     r"attribute 'at' of type .*array": "NumPy arrays have no `.at`. Write out[i] = 1.0 instead of out.at[i].set(1.0).",
     # Unknown attribute 'j0' of type Module(<module 'scipy.special' from '...'>)
     # Cannot determine Numba type of <class 'numpy.ufunc'>
-    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": "Numba does not support this function. Use math.erf and "
-    "math.gamma, or, on CPUs, SciPy's C functions through numba.extending.get_cython_function_address "
-    "(https://numba.readthedocs.io/en/stable/extending/high-level.html#importing-cython-functions).",
+    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": (
+        "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C functions through "
+        "numba.extending.get_cython_function_address "
+        "(https://numba.readthedocs.io/en/stable/extending/high-level.html#importing-cython-functions)."
+    ),
     # Untyped global name 'breakpoint'
-    r"Module\(<module 'pdb|name 'breakpoint'": "A compiled kernel has no debugger. Debug it in Python with NumPy "
-    "arrays: call wrapper.__wrapped__, or its .py_func if it is decorated.",
+    r"Module\(<module 'pdb|name 'breakpoint'": (
+        "Compiled kernels have no debugger. In Python, debug wrapper.__wrapped__ (or its .py_func) with NumPy arrays."
+    ),
     # Use of unsupported opcode (IMPORT_NAME) found.
     r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
     # Cannot determine Numba type of <class 'xla_kernels._NumbaKernel'>
-    rf"<class '{re.escape(__name__)}\.": "A kernel cannot call a wrapper or an op. Call the @numba.njit function in "
-    "it: wrapper.__wrapped__.",
+    rf"<class '{re.escape(__name__)}\.": (
+        "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__."
+    ),
     # Cannot determine Numba type of <class 'function'>
-    r"<class '(function|functools\.partial)'": "A kernel can only call jitted functions. Decorate the helper with "
-    "@numba.njit (for a GPU: @cuda.jit).",
+    r"<class '(function|functools\.partial)'": (
+        "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)."
+    ),
     # Untyped global name 'params': Cannot determine Numba type of <class 'dict'> (for `frozenset`: <class 'type'>)
-    # The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, is not supported
-    # <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
-    r"Untyped global name|' in globals|, \(List\(": "A kernel can capture numbers, tuples, NumPy arrays and some "
-    "builtins, but no dict, list or object. Pass its values as inputs, or assign them: gain = params['gain'].",
+    # A list as a global: The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, ...
+    # A list as a closure variable: <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
+    r"Untyped global name|' in globals|, \(List\(": (
+        "A kernel can capture numbers, tuples, NumPy arrays and some builtins, but no dict, list or object. Pass its "
+        "values as inputs, or assign them: gain = params['gain']."
+    ),
     # Cannot bind 'args=(...) kws={...}' to signature '(x, out, *, n=3)' due to "TypeError: ..."
     # tuple index out of range (Numba 0.63)
-    r"Cannot bind 'args=.*\*, |^tuple index out of range$": "A kernel's parameters are passed by position, so "
-    "none can be keyword-only. Make the keyword-only parameter an input, or a variable of the closure.",
+    r"Cannot bind 'args=.*\*, |^tuple index out of range$": (
+        "Parameters are passed by position. Make the keyword-only parameter an input, or a variable of the closure."
+    ),
     # >>> getitem(float32, Tuple())
-    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": "A 0-d input is a scalar here, because the kernel returns "
-    "its outputs, or because scalars= lists it. Write q instead of q[()].",
+    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": (
+        "A 0-d input is a scalar if the kernel returns its outputs, or if scalars= lists it. Write q instead of q[()]."
+    ),
 }
 
 
@@ -4529,11 +4551,9 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
     # attribute 'dtype'.
     is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
     if advice is None and 0 in signature.ranks and is_about_0d:
-        zero_dim = [i for i in range(signature.n_in) if signature.ranks[i] == 0]
-        shown = f" (input {', '.join(map(str, zero_dim))})" if zero_dim else ""
         advice = (
-            f"An array without dimensions{shown} has no items n[i]; under vmap, a slice may have no dimensions. Read "
-            "and write it with n[()], or list an input in scalars=['n'] and read it as n."
+            "An array without dimensions has no items n[i]; under vmap, a slice may have no dimensions. Read and write "
+            "it with n[()], or list an input in scalars=['n'] and read it as n."
         )
     summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
     return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
@@ -5511,7 +5531,7 @@ class _CudaKernel(_CudaWrapper):
 
         def compile_handler() -> _CompiledHandler | None:
             # Numba's IR shows the parameters that the kernel only reads.  The kernel may write to all others.
-            only_read_positions = _only_read_positions(self.kernel)
+            only_read_positions = _positions_only_read_in_numba_ir(self.kernel)
             handler = self._compile_unless_only_lowering(argument_map, signature, only_read_positions)
             if options.checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
@@ -6079,7 +6099,7 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
         for function in _kernel_and_helpers(kernel)
         for name, value in _captured_values(function)
         if hasattr(value, "__cuda_array_interface__") and not isinstance(value, types.ModuleType)
-        if name not in _only_read_names(function)
+        if name not in _names_only_read_in_numba_ir(function)
     ]
 
 
