@@ -5181,7 +5181,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('wrap(scalars=["out"])(ONES)', ValueError, "a scalar is a 0-d input. 'out' in scalars=['out'] is an output"),
     ('wrap(scalars=["x"])(ONES)', ValueError, "'x' in scalars=['x'] is float32[4]. .*, or pass a number"),
     # outputs and scratch buffers
-    ("wrap(outs=())(ONES)", ValueError, "has no outputs, so JAX would never run it. Pass has_side_effect=True"),
+    ("wrap(outs=())(ONES)", ValueError, "has no outputs, so JAX would never run it. .*pass has_side_effect=True"),
     ("wrap(scratch=spec(4, dtype=jnp.bfloat16))(ONES)",
      TypeError, "scratch buffer 0 is bfloat16[4], .*Declare jax.ShapeDtypeStruct((4,), jnp.float32)"),
     ("wrap(outs=lambda x: x[x > 1])(ONES)", TypeError, f"raised TypeError: .*{NO_VALUES}"),
@@ -5222,11 +5222,11 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('wrap(lambda state, state_out: None, identity, in_out_argnames=["state"])(ONES)',
      TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'"),
     # the arguments of the kernel
-    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out), but .* be (input, output, output) or (input)"),
+    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out). .*1 input, .*2 outputs, .*(input, output, output) or (input)"),
     ("wrap(lambda x, out, *, n=3: None)(ONES)", TypeError, "Make the keyword-only parameter an input"),
     ("wrap(scale_n)(ONES, alpha=ONES[0])", TypeError, "got 1 by position and (alpha) by name. 'n' is missing"),
     ("wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)", TypeError, "got 4 by position and (x) by name. Pass each once"),
-    ("wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)", TypeError, "takes (x), but .* must be (input, output, scratch)"),
+    ("wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)", TypeError, "takes (x). .*must be (input, output, scratch)"),
     ("wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])", TypeError, "by position only; got 1 .*(n) by name"),
     ("wrap(scale_n)(ONES, 2, 3.0)", TypeError, "has no items n[i]; .*write it with n[()], .*scalars=['n']"),
     ("wrap(lambda x, q: x * q[()])(ONES, 2.0)", TypeError, "A 0-d input is a scalar .*Write q instead of q[()]"),

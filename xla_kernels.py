@@ -1257,7 +1257,8 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
     positional = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
     passed = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
     problem = (
-        f"{option} must take all inputs. The call has the inputs ({', '.join(passed)}), but {option} takes {signature}."
+        f"{option} must take all inputs by position. The call has the inputs ({', '.join(passed)}), but {option} takes "
+        f"{signature}."
     )
     fix = f"{option}=lambda {', '.join(passed)}: ..."
     if missing := ", ".join(map(repr, positional[n_in:])):
@@ -2154,7 +2155,10 @@ class _Wrapper(_PickledByReference):
                 f"and not by key. Got {structure}. Use a tuple, {option}=(spec, ...), or a NamedTuple."
             )
         if option == "outs" and not specs and not self.options.has_side_effect:
-            raise ValueError(f"{self.title} has no outputs, so JAX would never run it. Pass has_side_effect=True.")
+            raise ValueError(
+                f"{self.title} has no outputs, so JAX would never run it. Declare outputs in outs, or pass "
+                "has_side_effect=True."
+            )
         return specs, structure
 
     def _resolve_aliases(self, ins: Sequence[_Spec], outs: Sequence[_Spec]) -> dict[int, int]:
@@ -3534,10 +3538,10 @@ class _CallbackEmitter(_Emitter):
 # parameters, or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
 #
 # This section uses parts of Numba that are not documented.  If Numba changes one of the following, results may silently
-# be wrong: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays
-# (`_IGNORE_READONLY`), the IR that `compiler.run_frontend` returns, and the name of the function that starts threads
-# (`_uses_threads`).  Only the tests detect this, so copies of this file need them, too.  A change of the other parts
-# raises errors.
+# be wrong: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays, and the class
+# of gufuncs (`_may_ignore_readonly`), the IR that `compiler.run_frontend` returns, the name of the function that starts
+# threads (`_uses_threads`), and the class of object mode (`_uses_object_mode`).  Only the tests detect this, so copies
+# of this file need them, too.
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -3594,7 +3598,7 @@ def numba_kernel(
         kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Assign
         to elements: `v[:] = 0.5 * v + x`.  The statement `v = 0.5 * v + x` only creates a local variable.
       scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  0-d in-out
-        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  Each value of it
+        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  Each new value
         compiles another kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
@@ -3619,8 +3623,8 @@ def numba_kernel(
         in `outs`, or a dtype that NumPy does not cast to the declared one ("same_kind").
       ValueError: if `vmap_method` is unknown, aliases or `scalars` do not fit the call, or `name` is in use.
       RuntimeError: if the environment variable NUMBA_DISABLE_JIT is set.
-      jax.errors.JaxRuntimeError: if the kernel raises an exception; the message has its type and text (under
-        `jax.jit` it may be a ValueError); or if a result has another shape than in `outs`.
+      jax.errors.JaxRuntimeError (under `jax.jit` also ValueError): if the kernel raises an exception, whose type and
+        text are in the message, or if a result has another shape than in `outs`.
 
     Example:
       >>> import jax.numpy as jnp, numba
@@ -3687,8 +3691,8 @@ class _NumbaWrapper(_Wrapper):
     def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
         """Return the argument maps that fit the number of the kernel's parameters.
 
-        The first one is for a kernel that stores to its outputs.  If `may_return`, there is one for a kernel that
-        returns them, too.
+        The first one is for a kernel that stores to its outputs.  If `may_return`, and if there are new outputs and no
+        scratch, there is one for a kernel that returns its outputs, too.
         """
         n_in = len(call.ins)
         n_buffers = len(call.buffers)
@@ -3705,12 +3709,14 @@ class _NumbaWrapper(_Wrapper):
         self._check_no_separate_outputs(call)  # its error has the fix for kernel(v, new_v) with in_out_argnames=["v"]
         new_kinds = ["output"] * (len(new_buffers) - len(call.scratch)) + ["scratch"] * len(call.scratch)
         kinds = ["input"] * n_in + self.in_outs + new_kinds
+        # Such as "(input, v, output) or (input, v)" with in_out_argnames=["v"].
         expected = " or ".join(f"({', '.join(kinds[buffer] for buffer in x.args)})" for x in maps)
         raise TypeError(
             "A kernel takes its inputs, outputs and scratch by position, or (on CPUs) only its inputs, and returns its "
-            f"outputs. Kernel {self.__name__!r} takes {python_signature}, but its parameters for this call must be "
-            f"{expected}. If a parameter is both input and output, list it in in_out_argnames. If it is a constant, "
-            "wrap the kernel in a function that has the constant in its closure."
+            f"outputs. Kernel {self.__name__!r} takes {python_signature}. This call has {_counted(n_in, 'input')}, and "
+            f"outs declares {_counted(len(call.outs), 'output')}, so the parameters must be {expected}. Correct the "
+            "call, outs or the kernel. If a parameter is both input and output, list it in in_out_argnames. If it is a "
+            "constant, wrap the kernel in a function that has the constant in its closure."
         )
 
     def _scalar_inputs(self, ins: Sequence[_Spec]) -> frozenset[int]:
@@ -3769,7 +3775,10 @@ class _NumbaKernel(_NumbaWrapper):
         return _CallTarget(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
 
     def _jitted_kernel(self) -> Any:
-        """Return the kernel as a ufunc, or as a dispatcher that can be compiled for read-only arrays."""
+        """Return the kernel as a ufunc, or as a dispatcher that can be compiled for read-only arrays.
+
+        A dispatcher with explicit signatures compiles for no others, so it is recreated without them.
+        """
         import numba
 
         kernel = self.kernel
@@ -3777,7 +3786,7 @@ class _NumbaKernel(_NumbaWrapper):
             return numba.njit(kernel)
         if _is_ufunc(kernel):
             return kernel
-        # If Numba inlines a kernel into an adapter, the options of the kernel are lost.
+        # The option `inline` is dropped, too: if Numba inlines a kernel into an adapter, its other options are lost.
         is_inlined = kernel.targetoptions.get("inline", "never") != "never"
         if not _has_explicit_signatures(kernel) and not is_inlined:
             return kernel
@@ -3946,10 +3955,10 @@ class _NumbaCompiler:
         An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first line
         that fits counts:
 
-            the kernel compiles for read-only inputs, and not `_may_ignore_readonly`    return it
-            it only reads its inputs                                                    return it
-            it does not compile for read-only inputs, because of a store                raise an error
-            otherwise (for example, a helper has an explicit signature)                 copy inputs that may be written
+            the kernel compiles for read-only inputs, which Numba respects    return it
+            it only reads its inputs, except inputs aliased to outputs        return it
+            it does not compile for read-only inputs, because of a store      raise an error
+            otherwise (for example, a helper has an explicit signature)       copy the inputs that may be written
         """
         overload, readonly_error = self._compile_for_buffers(argument_map)
         if not readonly_error and not _may_ignore_readonly(self.kernel):
@@ -3961,11 +3970,11 @@ class _NumbaCompiler:
         if readonly_error and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(maybe_written, self.parameters)
             more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
-            verb = "writes" if len(names) == 1 else "may write"
+            verb = "writes" if len(names) == 1 else "may write"  # Numba's error does not name the array
             raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
         _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
-        # An error here only says that this compiles for writable inputs.  That is safe, because the kernel only reads
-        # the inputs that are not copied.
+        # The ignored value is an error if this compiles only for writable inputs.  That is safe, because the kernel
+        # only reads the inputs that are not copied.
         overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
         return overload
 
@@ -4149,15 +4158,15 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
 
 
 # -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
-# No input changes, except by the undetected stores that `numba_kernel` lists.  Each is safe for one of these reasons:
+# Inputs do not change, except by the undetected stores that `numba_kernel` lists.  An input is safe if:
 #
 # 1. The kernel compiles for read-only arrays, and references nothing for which Numba ignores that an array is read-only
-#    (`_may_ignore_readonly`).  Numba rejects all other stores, including those through views, tuples and helpers.
+#    (`_may_ignore_readonly`).  Numba rejects all other stores, including those through views, tuples and helpers.  Or:
 # 2. LLVM or Numba's IR proves that the kernel does not write to this input.  LLVM infers the parameter attributes
 #    `readonly` (the function does not write through this pointer, or pointers derived from it) and `readnone`.  Plain
 #    loops and array expressions usually get them.  Kernels with tuples of arrays, BLAS, exceptions and parallel loops
-#    often do not.  Numba's IR shows that `np.dot` only reads its operands.
-# 3. Without a proof, the kernel gets a copy of this input.
+#    often do not.  Numba's IR shows that `np.dot` only reads its operands.  Or:
+# 3. The kernel gets a copy of this input.
 #
 # An output is surely never stored to if Numba's IR shows that the kernel only reads it.  LLVM's attributes do not show
 # this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
@@ -4198,7 +4207,7 @@ def _llvm_module(overload: Any) -> Any:
 
 
 def _numba_ir(kernel: Any) -> Any:
-    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.  Numba's CUDA simulator may run it."""
+    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.  The simulator may still run it."""
     from numba.core import compiler
 
     with contextlib.suppress(Exception):
@@ -4238,7 +4247,8 @@ class _VariableUses:
     """The uses of variables in a function, from Numba's IR in SSA form (one assignment per variable).
 
     A use that is not known to be a read counts as a store.  This is safe: at worst, an input is copied (on GPUs,
-    rejected) without need.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
+    rejected) without need.  On CPUs, `out[i] = x[i]` counts as a store to x, because the stored element may be an
+    array.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
 
         v = getitem(value=x, index=$0)       # `v` may be a view of `x`
         v[$1] = $2                           # a store to `v`, and so to `x`
@@ -4268,9 +4278,11 @@ class _VariableUses:
         """Add the uses in a statement."""
         from numba.core import ir as nbir
 
-        value = statement.value if isinstance(statement, nbir.Assign) else statement
-        # `list_vars` also returns the target of an assignment.  That is harmless, because a target is a new variable: a
-        # store to it changes only its bases.
+        value = statement
+        used = statement.list_vars()
+        if isinstance(statement, nbir.Assign):
+            value = statement.value
+            used.remove(statement.target)
         match value:
             case nbir.Arg() | nbir.Global() | nbir.FreeVar():
                 self.names[statement.target.name] = value.name
@@ -4281,7 +4293,7 @@ class _VariableUses:
             case nbir.Expr(op="getattr") if value.attr in _ARRAY_METADATA:
                 pass
             case nbir.Var() | nbir.Expr(op="getattr" | "getitem" | "static_getitem" | "phi" | "cast"):
-                self.bases_of[statement.target.name] += statement.list_vars()
+                self.bases_of[statement.target.name] += used
             # CUDA has no lists and dicts.  So the value that is stored to an array is not an array.
             case nbir.SetItem() | nbir.StaticSetItem() if self.is_cuda:
                 self.maybe_stored.append(statement.target)
@@ -4289,18 +4301,19 @@ class _VariableUses:
                 self.maybe_stored.append(value.lhs)
             # On CPUs, the value may be an array, to which later statements store through a list (`a_list[0] = x`).
             case _:
-                self.maybe_stored += statement.list_vars()
+                self.maybe_stored += used
 
     def _add_call(self, result: str, call: Any) -> None:
         """Add the uses in a call, whose result is assigned to the variable `result`.
 
             the call                        may store to                      the result may be a view of
             np.dot(x, y), x.dot(y)          other arguments, such as `out`    nothing
-            x.view(dtype)                   the arguments                     x
+            x.view(dtype)                   its arguments, but not x          x
             helper(x, y)                    arguments that it may store to    arguments that it only reads
-            other calls: x.f(y), f(y)       x and y                           -
+            other calls: x.f(y), f(y)       x and y                           (does not matter)
 
-        Arguments that count as stored to need no views.  The other calls include recursive calls of helpers.
+        If an argument counts as stored to, it does not matter whether the result is a view of it.  The other calls
+        include recursive calls of helpers.
         """
         function, method = self._called_function(call.func)
         only_read: Container = ()  # the positions of arguments that are only read
@@ -4379,7 +4392,7 @@ def _check_no_object_mode(kernel: Any, title: str) -> None:
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    # If a helper is called through a pointer, the module does not contain it.
+    # The module contains the kernel, and helpers that are not called through pointers.
     if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
         return True
     return "@numba_parallel_for(" in str(_llvm_module(overload))
@@ -6961,7 +6974,7 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     # arrays, whose pointers the handler would not replace.
     is_struct_value = _is_warp_struct(element) and not has_arrays
     if dtype is None and not is_struct_value:
-        fix = f"Use a wp.array. Instead of an indexedarray, pass {argument.label}[indices]."
+        fix = f"Annotate it as a wp.array. Instead of an indexedarray, pass {argument.label}[indices]."
         if _is_warp_struct(element):
             fix = "Instead of the struct, give the kernel a parameter for each field."
         raise TypeError(
