@@ -5222,7 +5222,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('wrap(lambda state, state_out: None, identity, in_out_argnames=["state"])(ONES)',
      TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'"),
     # the arguments of the kernel
-    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out). .*1 input, .*2 outputs, .*(input, output, output) or (input)"),
+    ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out). .*1 input, .*2 outputs, .*, output, output) or ("),
     ("wrap(lambda x, out, *, n=3: None)(ONES)", TypeError, "Make the keyword-only parameter an input"),
     ("wrap(scale_n)(ONES, alpha=ONES[0])", TypeError, "got 1 by position and (alpha) by name. 'n' is missing"),
     ("wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)", TypeError, "got 4 by position and (x) by name. Pass each once"),

@@ -4591,12 +4591,13 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 #     kind         the statement or call                                     if its array may be an input
 #     possible     perhaps only reads: a call of C++ code, of an unknown     an error
-#                  function, or with a reference to an element
+#                  function, or one that passes `x[i]` by reference
 #     exact        stores to the array of one parameter                      an error
 #     ambiguous    stores to the array of one of several parameters          the kernel gets a copy (`_inputs_to_copy`)
 #
 # Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a store does go
-# to the input, only the copy changes.  A possible store is probably meant for the input, so a copy would lose values.
+# to the input, only the copy changes.  If a possible store does happen, it is probably meant for the input, so a copy
+# would lose values.
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
 # new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
@@ -4655,7 +4656,7 @@ def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-def _with_fields(views: Iterable[_View], **fields: Any) -> set[_View]:
+def _replace_all(views: Iterable[_View], **fields: Any) -> set[_View]:
     return {view._replace(**fields) for view in views}
 
 
@@ -4680,7 +4681,7 @@ _BUILTINS = {
     _Effect.STORES: "atomic_add atomic_sub atomic_min atomic_max atomic_and atomic_or atomic_xor atomic_cas "
     "atomic_exch tile_atomic_add tile_atomic_add_indexed tile_store tile_store_indexed",
     _Effect.RETURNS_ARGUMENT: "copy select where",  # `copy` of an array does not copy its elements
-    _Effect.RETURNS_VIEW: "array view",  # in kernels, `wp.array(ptr=..., shape=...)` is a builtin, not the class
+    _Effect.RETURNS_VIEW: "array view",  # `wp.array(ptr=..., shape=...)` is a builtin in kernels
 }
 _EFFECTS = {name: effect for effect, names in _BUILTINS.items() for name in names.split()}
 
@@ -4728,8 +4729,8 @@ def _is_warp_struct(value: Any) -> bool:
 def _callee(node: ast.expr, captured: Mapping[str, Any]) -> Any:
     """Return the value to which the expression before the parentheses of a call refers, or None.
 
-    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.  Of a
-    builtin, such as `wp.tid`, only the last name counts.
+    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.  So
+    `wp.array` is the builtin of this name, not the captured class.  Of `wp.array`, only the last name counts.
     """
     value = _captured_value(node, captured)
     if _is_warp_function(value) or _is_warp_struct(value):
@@ -4805,7 +4806,8 @@ class _WarpSource:
                 self.calls += analysis.callees.items()
                 pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
         self._repeat_until_stable(_FunctionAnalysis.find_views)
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)  # when all views are known: stores are never removed
+        # Afterwards: with incomplete views, an ambiguous store would be taken for an exact one.
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)
         # {parameter of the kernel: a store to its array}.  A store that is an error for an input precedes others.
         self.stores: dict[str, _Store] = {}
         for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
@@ -4857,7 +4859,7 @@ class _FunctionAnalysis:
 
     def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
         self.function = function
-        self.analyses = analyses  # of `_WarpSource`
+        self.analyses = analyses  # of `_WarpSource`, which adds others later
         self.captured = _referenced_variables(_py_func(function))  # including builtins of Python
         self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
         self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
@@ -4899,10 +4901,10 @@ class _FunctionAnalysis:
                 for variable in variables:
                     self._assign(variable, views)
             case ast.Attribute(value=struct):
-                self._assign(struct, _with_fields(views, maybe_struct=True))
+                self._assign(struct, _replace_all(views, maybe_struct=True))
             case ast.Subscript(value=array):
-                # Only elements that are structs have views.
-                self._assign(array, _with_fields((view for view in views if view.maybe_struct), max_ndim=math.inf))
+                # Only elements that are structs have views.  `array[k]` must keep all dimensions of the arrays in them.
+                self._assign(array, _replace_all((view for view in views if view.maybe_struct), max_ndim=math.inf))
 
     def _views_of(self, node: ast.expr) -> set[_View]:
         """Return the views that the value of an expression may be."""
@@ -4918,7 +4920,7 @@ class _FunctionAnalysis:
             case ast.Attribute(value=owner, attr=name):  # `x.size` is a number, but a struct may have an array `size`
                 return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
             case ast.Tuple(elts=parts):
-                return _with_fields(self._views_of_any(parts), max_ndim=math.inf)
+                return _replace_all(self._views_of_any(parts), max_ndim=math.inf)
             case ast.IfExp(body=first, orelse=second):
                 return self._views_of_any([first, second])
             case ast.Call():
@@ -4939,7 +4941,7 @@ class _FunctionAnalysis:
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
-            # The ndim comes from the declared types of the called function, not from the arguments.
+            # The ndim comes from the declared types of the called function, because an argument may have an unknown one.
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
                 for returned in self.analyses[callee].views[_RETURNED]
@@ -4948,9 +4950,9 @@ class _FunctionAnalysis:
         views = self._views_of_any(_arguments(call))
         match _effect(callee):
             case _Effect.RETURNS_ARGUMENT:
-                return _with_fields(views, maybe_struct=True)
+                return _replace_all(views, maybe_struct=True)
             case _Effect.RETURNS_VIEW:
-                return _with_fields(views, max_ndim=math.inf)
+                return _replace_all(views, max_ndim=math.inf)
         return set()
 
     def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
@@ -4978,7 +4980,7 @@ class _FunctionAnalysis:
         """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
 
         An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
-        Of a subscript, the owner and the arrays that contain it count, because the owner may be an array or a vector.
+        In `x[i][0]`, `x[i]` may be a view of `x`, or a vector in `x`.  So views of `x[i]` and arrays around it count.
         """
         match target:
             case ast.Subscript(value=owner):
@@ -5034,7 +5036,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
         if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, an aliased input, or no array
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
-        if not store.is_possible:  # it is exact, because an input with ambiguous stores was copied
+        if store.kind is _StoreKind.EXACT:  # ambiguous stores go to copies
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
             f" If this statement only reads {name!r}, list it in in_out_argnames nevertheless, add its spec to outs "
