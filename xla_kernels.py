@@ -4941,7 +4941,7 @@ class _FunctionAnalysis:
     def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
         """Return the views that the result of a call may be."""
         if _is_user_function(callee):
-            # The ndim comes from the declared types of the called function, because an argument may have an unknown one.
+            # The ndim comes from the declared types of the called function.  That of an argument may be unknown.
             return {
                 _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
                 for returned in self.analyses[callee].views[_RETURNED]
