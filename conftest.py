@@ -544,7 +544,7 @@ class FakeWarp(FakeXlaGpu):
         monkeypatch.setattr(warp(), "launch", self.record)
         monkeypatch.setattr(warp().array, "__init__", make_on_cpu)
         z = f"*(unsigned*){ctypes.addressof(self.block_index_z)}ull"
-        monkeypatch.setattr(xk, "_MOVE_SNIPPET", xk._MOVE_SNIPPET.replace("blockIdx.z", z))
+        monkeypatch.setattr(xk, "_ADVANCE_SNIPPET", xk._ADVANCE_SNIPPET.replace("blockIdx.z", z))
         self.launches = []  # grid, block, shared memory, stream, and ordinal of the device
 
     def record(self, kernel, *args, device, block_dim, **options):

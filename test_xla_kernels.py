@@ -3725,7 +3725,7 @@ FALLBACK_CAUSES = {  # a pattern of the logged reasons, and a change to the kern
         "captured values have changed", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
     "failed build": (  # Warp 1.14 reports it only once, so a second lowering logs the AttributeError
         r"\w+: .* build failed|AttributeError: .*'hooks'",
-        lambda kernel: (xk, "_MOVE_SNIPPET", "this is no C++ {field}")),
+        lambda kernel: (xk, "_ADVANCE_SNIPPET", "this is no C++ {field}")),
     "too many registers": (
         "the batch kernel exceeds a limit; .* at most 255 thre",
         lambda kernel: (xk._LibCuda, "function_attribute", lambda *args: 255)),
@@ -5324,7 +5324,7 @@ WARP_MISTAKES = [
     # arrays
     ('trace_warp("multiply", spec(3, dtype=np.int32), spec(3))',
      TypeError, "an array float32[:]. Got int32[3]. Cast it: x = jnp.asarray(x, jnp.float32)"),
-    ('trace_warp("takes_doubles", spec(3))', TypeError, "needs x64 for float64. .*jnp.asarray(x, jnp.float64)"),
+    ('trace_warp("takes_doubles", spec(3))', TypeError, 'jnp.asarray(x, jnp.float64), after .*"jax_enable_x64", True)'),
     ('trace_warp("matvec", spec(3, 2, 2), spec(3, 4))',
      TypeError, "'v' must be an array float32[:,2]. Got float32[3,4].*: shape (n, 2). Reshape it: v.reshape(-1, 2)"),
     ('trace_warp("returns_doubles", spec(3))', TypeError, 'jnp.float64), after .*"jax_enable_x64", True)'),

@@ -53,10 +53,11 @@ work here.
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
 #     12 Backends          a table of the backends, and the self-check
+#     13 Warnings          about Warp kernels: gradients that Warp gets wrong, and deferred statics
 #
 # A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
-# 5 uses `_BACKENDS` of 12, and 3 uses functions of 9 for batches on GPUs.  A new backend needs a section like
-# section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# 5 uses `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, and 10 calls the two functions of 13 that warn.
+# A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
@@ -826,7 +827,7 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature  # (5.1) the name of the kernel (`label`), and the dtypes, ranks, ... of its buffers
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_refreshed_key(kernel)`
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_rehash(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, which words of the launch attribute are replaced by pointers (10.4)
@@ -1054,7 +1055,7 @@ class _CallTarget:
     name: str  # the target
     launch_attribute: tuple[int, ...] = ()  # Numba CUDA: the fields of a `_LaunchConfig`.  Warp: see 10.4
     is_noop: bool = False  # whether no thread runs, because the grid is empty
-    platform: str | None = None  # None for a `_PendingWarpTarget`
+    platform: str | None = None  # None for a `_WarpCallTarget`
     # Parts of error messages:
     title: str = ""  # the wrapper, such as "numba_kernel 'add'"
     platform_phrase: str = ""  # such as "runs on CPUs"
@@ -1067,7 +1068,7 @@ class _CallTarget:
         """Check the platform, finish the compilation and registration for it, and return the target to call.
 
         A Numba kernel was registered when its call was traced, so return `self`.  For a batch on a GPU, also compile
-        the kernel for a batch launch.  If that fails, log the reason.  `_PendingWarpTarget` overrides this method, and
+        the kernel for a batch launch.  If that fails, log the reason.  `_WarpCallTarget` overrides this method, and
         registers a target.
 
         Raises:
@@ -3456,7 +3457,7 @@ class _HandlerBuilder(_IRBuilder):
         """End the generated `inner_loop`, which returns an error.  `message` is the address of a C string."""
         self.ret(self._create_error(frame, message))
 
-    def launch_attribute(self, frame: _StructPointer) -> _Int64:
+    def launch_attribute_address(self, frame: _StructPointer) -> _Int64:
         """Return the address of the elements of the launch attribute, which is the only attribute of a call."""
         return _StructPointer(self, XLA_FFI_Array, self.load(frame.attrs.attrs)).data
 
@@ -3522,7 +3523,7 @@ class _CallbackEmitter(_Emitter):
         stream_and_device = ir.load_stream_and_device(frame) if self.libcuda else (0, 0)
         with ir.each_slice(buffers, count) as arrays:
             words = [word for array in arrays for word in (array.pointer, *array.dims)]
-            words += [ir.launch_attribute(frame), *stream_and_device, ctypes.addressof(self.interrupted)]
+            words += [ir.launch_attribute_address(frame), *stream_and_device, ctypes.addressof(self.interrupted)]
             memory = ir.array(words)
             ir.call(self.callback, memory)
             message = ir.load(memory + 8 * (len(words) - 1))
@@ -4765,7 +4766,7 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
     # After a starred argument, the positions are unknown, so the parameter may get any argument.  (`_views_of` finds no
-    # views in the starred one.  That is right, because Warp 1.14 to 1.19 rejects `*` of a tuple of arrays.)
+    # views in the starred one.  That is right, because Warp <= 1.19 rejects `*` of a tuple of arrays.)
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
     arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
@@ -4853,7 +4854,7 @@ class _FunctionAnalysis:
 
     For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
 
-    Warp 1.14 to 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
+    Warp <= 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
     `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is a number.
     """
 
@@ -5323,7 +5324,7 @@ _DEFAULT_BLOCKS = {1: (256, 1, 1), 2: (16, 16, 1), 3: (8, 8, 4)}  # by the numbe
 
 def _load_launch_config(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
     """Generate code that loads the launch configuration of the call."""
-    first = ir.launch_attribute(frame)
+    first = ir.launch_attribute_address(frame)
     return _LaunchConfig(*[ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
 
 
@@ -6053,7 +6054,7 @@ class _CudaLauncher:
             args = function, *config._replace(grid_z=z), stream, ir.array(param_addresses), extra
             code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
             with ir.if_(code & 0xFFFF_FFFF):  # the result is a C int
-                ir.fail_inner_loop(frame, ir.call(self.report, code, function, z, ir.launch_attribute(frame)))
+                ir.fail_inner_loop(frame, ir.call(self.report, code, function, z, ir.launch_attribute_address(frame)))
 
         return write_launch
 
@@ -6311,7 +6312,7 @@ def _uses_cudasim() -> bool:
 #
 #     `_WarpKernel.__call__`                    separates the arrays from the values that are passed by value
 #     `_WarpKernel._find_target`                checks the arrays, and the kernel's stores to them (section 8)
-#     `_PendingWarpTarget.prepare_lowering`     registers a handler: for JAX's default platform when the call is traced,
+#     `_WarpCallTarget.prepare_lowering`        registers a handler: for JAX's default platform when the call is traced,
 #                                               and for another one when the call is lowered
 #       `_WarpLaunch.record`                      Warp compiles the kernel, and records a launch of it
 #       `_WarpEmitter`                            writes a handler that repeats this launch with the buffers of a call
@@ -6319,13 +6320,12 @@ def _uses_cudasim() -> bool:
 # The recorded launch has placeholders: unusual numbers in place of the pointers to buffers, which the handler replaces.
 # If JAX differentiates the call, `_WarpKernel._backward` takes the last three steps for Warp's adjoint of the kernel.
 #
-# A new version of Warp is supported if all tests named test_warp pass.  So far, these are 1.14, 1.16, 1.18 and 1.19,
-# called "1.14 to 1.19" elsewhere.  This section depends on these internals of Warp:
+# A new version of Warp is supported if all tests named test_warp pass.  So far, these are 1.14, 1.16, 1.18 and 1.19.
+# This section depends on these internals of Warp:
 #
-#     attributes of kernels, modules and types              `_parse_parameter`, `_refreshed_key`
+#     attributes of kernels, modules and types              `_parse_parameter`, `_rehash`
 #     how a launch is recorded, packed and run              `_WarpLaunch.record`, `_packed_parameters`
-#     options that the hash of a kernel does not cover      `_refreshed_key`
-#     when Warp evaluates `wp.static`                       `_warn_of_deferred_static`
+#     options that the hash of a kernel does not cover      `_rehash`
 #     the grid of a launch                                  `_WarpLaunch.cuda_launch_config`
 #     which launches need more than one kernel launch       `_WarpLaunch._check_recorded`
 #     tiles on CPUs have one memory for all threads         `_WarpCpuEmitter`
@@ -6368,8 +6368,9 @@ def warp_kernel(
         kernel(*inputs, *outputs, *scratch)
 
     **Arrays.** Parameters of the type `wp.array` get JAX arrays.  The elements of vectors and matrices are trailing
-    dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input with a single element, but not an
-    output, may omit the other dimensions: shape (3,), or () for scalars.  An argument of None is a null array.
+    dimensions: an array of `wp.vec3` is a JAX array of shape (n, 3).  An input of one vector may have shape (3,)
+    instead of (1, 3), and an input of one number may have shape ().  Outputs and in-out arguments must have all
+    dimensions.  An argument of None is a null array.
 
     **Inputs are read-only.**  If a kernel stores to an input, its call raises an error when JAX traces it.  If the
     array of a store is not known (`z[i] = 1.0`, where `z` is `x` or `out`), the kernel gets a copy of the input.
@@ -6399,7 +6400,8 @@ def warp_kernel(
 
     - `vmap_method="sequential"`;
     - the kernel has C++ code, adjoints or code transformers of your own;
-    - Warp cannot compile the batch kernel, or captured values have changed since the kernel was compiled.
+    - Warp cannot compile the batch kernel, or this kernel exceeds a limit of the GPU, such as its registers;
+    - captured values have changed since the kernel was compiled.
 
     **Redefinition.** Calls may use the helpers and constants of an earlier trace.  If you redefine one, create the
     wrapper again.  If a loop or factory creates kernels, use `@wp.kernel(module="unique")`, so that Warp builds each
@@ -6514,6 +6516,14 @@ class _ArrayField(NamedTuple):
     field: str  # "data" or, in a launch of the adjoint, "grad"
 
 
+def _last_buffer_of_each(names: Iterable) -> dict[Any, int]:
+    """Return {parameter or `_ArrayField`: index of the buffer that Warp gets}.  `names` has one for each buffer.
+
+    Of several buffers of one name, Warp gets the last: the output of an in-out argument, or the copy of an input.
+    """
+    return {name: buffer for buffer, name in enumerate(names)}
+
+
 @dataclasses.dataclass(kw_only=True)
 class _WarpOptions(_Options):
     """The options of `warp_kernel`."""
@@ -6592,9 +6602,9 @@ class _WarpKernel(_Wrapper):
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_by_position([x for name, x in arguments.items() if name not in fixed])
 
-    # Pickle only by reference, as ops do, and not by value, as other wrappers do.  A pickle by value would contain the
-    # kernel's Warp module, a second one for the process that loads it.
-    _reduce_if_not_importable = _PickledByReference._reduce_if_not_importable
+    def _reduce_if_not_importable(self) -> tuple:
+        """Pickle only by reference, as ops do.  By value, the process that loads it would get a second Warp module."""
+        return _PickledByReference._reduce_if_not_importable(self)
 
     # -- options that refer to arguments ---------------------------------------------------------------
 
@@ -6652,25 +6662,23 @@ class _WarpKernel(_Wrapper):
                 role = "output" if buffer < n_in + len(call.outs) else "scratch"
             self.warp_params[name].check_array(spec, role)
         source = _warp_source(self.kernel)
-        # {parameter: index of its last buffer}: the output of an in-out argument, and the copy of an input.
-        buffer_of = {name: buffer for buffer, name in enumerate(names)}
-        _check_stores(self, call, source, buffer_of)
+        _check_stores(self, call, source, _last_buffer_of_each(names))
         _warn_of_deferred_static(self.kernel, self.title)
         return self._make_target(call, [_ArrayField(name, "data") for name in names], call.ins, source)
 
     def _make_target(
         self, call: _CallParams, fields: Sequence[_ArrayField], user_ins: Sequence[_Spec], source: _WarpSource
-    ) -> _PendingWarpTarget:
+    ) -> _WarpCallTarget:
         """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
         Args:
-          fields: for each buffer of the call, the field that points to it.  Of several buffers, Warp gets the last one.
+          fields: for each buffer of the call, the field that points to it.
           user_ins: the specs of the user's inputs, for options that are functions.
         """
-        buffer_of = {field: buffer for buffer, field in enumerate(fields)}
+        buffer_of_field = _last_buffer_of_each(fields)
         array_dims = {
             name: self.warp_params[name].array_dims(call.buffers[buffer].shape)
-            for (name, _), buffer in buffer_of.items()
+            for (name, _), buffer in buffer_of_field.items()
         }
         launch_dims = self._launch_dims(user_ins, array_dims, source)
         label = self.__name__
@@ -6680,15 +6688,15 @@ class _WarpKernel(_Wrapper):
             kernel=self.kernel,
             fixed=self.fixed,
             array_dims=array_dims,
-            key=(_refreshed_key(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
-            field_buffers=tuple(buffer_of.items()),
+            key=(_rehash(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
+            field_buffers=tuple(buffer_of_field.items()),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
             uses_tiles=source.uses_tiles,
             in_order=self.options.in_order,
         )
-        target = _PendingWarpTarget(
+        target = _WarpCallTarget(
             name=label,  # only for messages: the name of the target is not known yet
             is_noop=0 in launch_dims,
             title=self.title,
@@ -6699,7 +6707,7 @@ class _WarpKernel(_Wrapper):
         # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
         platform = _default_platform().replace("gpu", "cuda")
         if platform in ("cpu", "cuda") and not target.is_noop:
-            target.prepare_lowering(platform)  # this registers the handler, which the lowering then finds
+            target.prepare_lowering(platform)  # registers a handler, which the lowering then finds in the registry
             if self.options.name and platform == "cuda":
                 # Programs that were exported in another process refer to named handlers, also for batches.
                 target.prepare_lowering(platform, has_batch=True)
@@ -6731,17 +6739,18 @@ class _WarpKernel(_Wrapper):
     def _default_launch_dims(
         self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], n_indices: int
     ) -> tuple[int, ...]:
-        """Return the dimensions of the first array, which must be as many as the indices of `wp.tid()`.
+        """Return the dimensions of the first array with more than one element, one for each index of `wp.tid()`.
 
         Every other array must begin with the same dimensions, or with ones.  Otherwise, any choice might leave out
         elements or write beyond an array.  For example, if the first array has the dimensions (4, 5), another array may
         have (4, 5, 7) or (1, 1, 7), but not (5, 4).  Two kinds of arrays may have any dimensions: those of one element
-        (a parameter, or a total), and those with fewer dimensions (a value for each row).
+        (a parameter, or a total), and those with fewer dimensions (a value for each row).  If all have one element, the
+        first array counts.
         """
-        counted = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
-        first, first_dims = next(iter((counted or array_dims).items()), ("", ()))
+        not_single = {name: dims for name, dims in array_dims.items() if math.prod(dims) != 1}
+        first, first_dims = next(iter((not_single or array_dims).items()), ("", ()))
         n_dims = len(first_dims)
-        for name, dims in counted.items():
+        for name, dims in not_single.items():
             if len(dims) >= n_dims and dims[:n_dims] not in (first_dims, (1,) * n_dims):
                 shown = ", ".join(self._argument_names(user_ins))
                 raise ValueError(
@@ -6791,9 +6800,9 @@ class _WarpKernel(_Wrapper):
             role           operand    operand    operand    overwritten    overwritten    gradient
             starts with                                     buffer 1       buffer 2       zeros
 
-        Warp's adjoint overwrites the cotangents, such as `d_out`, and adds to the gradients of the inputs.  All stored
-        arrays count as overwritten, too: the adjoint first runs the kernel without its own stores, but calls helpers
-        in full, and the analysis cannot tell which stores are in helpers.
+        Warp's adjoint overwrites the cotangents, such as `d_out`, and adds to the gradients of the inputs.  First, it
+        runs the kernel again, without its own stores.  But helpers may store again, and it is not known which stores
+        those are.  So every stored array counts as overwritten.
         """
         spec_of = dict(zip(self.parameters, [*args, *outs], strict=True))
         floats = [name for name, spec in spec_of.items() if jax.dtypes.issubdtype(spec.dtype, np.floating)]
@@ -6929,16 +6938,15 @@ class _WarpParam:
         return kind(f"{self.title} {rule}. Got {shown}. {fix}.")
 
     def _dtype_fix(self, spec: _Spec, role: str) -> str:
-        needs_x64 = jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype  # JAX takes 32 bits instead of 64
-        if role in ("output", "scratch"):
+        is_input = role in ("input", "in-out")
+        fix = f"Cast it: {self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
+        if not is_input:
             fix = f"Declare it with its dtype: {_spec_code(spec.shape, self.dtype)}"
-            return f'{fix}, after jax.config.update("jax_enable_x64", True)' if needs_x64 else fix
-        cast = f"{self.name} = jnp.asarray({self.name}, jnp.{self.dtype})"
-        if needs_x64:
-            return f"JAX needs x64 for {self.dtype}. Write: with jax.enable_x64(True): {cast}"
-        if self.element_shape or spec.dtype.name not in _WARP_DTYPES:
-            return f"Cast it: {cast}"
-        return f"Cast it: {cast}. Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
+        if jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:  # JAX takes 32 bits instead of 64
+            return f'{fix}, after jax.config.update("jax_enable_x64", True)'
+        if is_input and not self.element_shape and spec.dtype.name in _WARP_DTYPES:
+            fix += f". Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
+        return fix
 
     def _shape_fix(self, spec: _Spec, role: str) -> str:
         if self.element_shape:
@@ -7006,10 +7014,10 @@ def _warp_options(kernel: Any) -> dict[str, Any]:
     return kernel.module.resolve_options(sys.modules["warp"].config) | kernel.options
 
 
-def _refreshed_key(kernel: Any) -> tuple[str, ...]:
-    """Let Warp hash a kernel again (0.06 ms), and return a key for caches.
+def _rehash(kernel: Any) -> tuple[str, ...]:
+    """Let Warp hash a kernel again, because it may have changed (0.06 ms), and return the new key.
 
-    Kernels with equal keys have the same machine code, except for deferred statics (below) and `block_dim`.  The key
+    Kernels with equal keys have the same machine code, except for deferred statics (13.2) and `block_dim`.  The key
     contains the module's name, because Warp builds each module on its own.
     """
     with _warp_session() as wp:
@@ -7020,54 +7028,13 @@ def _refreshed_key(kernel: Any) -> tuple[str, ...]:
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {`_refreshed_key(kernel)`: `_WarpSource`}
+_WARP_SOURCES = _BoundedCache()  # {`_rehash(kernel)`: `_WarpSource`}
 
 
 def _warp_source(kernel: Any) -> _WarpSource:
     """Return the stores of a kernel as it is now, and other facts about its source (section 8)."""
-    key = _refreshed_key(kernel)
+    key = _rehash(kernel)
     return _WARP_SOURCES.get(key) or _WARP_SOURCES.keep(key, _WarpSource(kernel))
-
-
-def _warn_of_deferred_static(kernel: Any, title: str) -> None:
-    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
-
-    A `wp.static` is deferred if it uses the variable of a loop.  Warp evaluates it when it builds the module:
-
-        def make(table):
-            @wp.kernel
-            def f(out: wp.array(dtype=float)):
-                for j in range(2):
-                    out[j] = wp.static(table[j])     # a deferred static
-            return f
-
-        f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
-
-    Before it builds them, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects
-    such as the tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of them, at random, and adds
-    the values to its `deferred_static_expressions`.  The other kernel has none there, and may run the code of the first
-    (Warp 1.14 to 1.19, also with `wp.launch`).
-
-    The caller has let Warp hash the kernels of the module again (`_refreshed_key`).
-    """
-    was_built = bool(kernel.adj.deferred_static_expressions)
-    if was_built or not kernel.adj.has_unresolved_static_expressions:  # the latter are the deferred statics
-        return
-    with _WARP_LOCK:
-        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
-    if len({_captured_key(other.func) for other in [kernel, *similar]}) > 1:
-        warnings.warn(
-            f"{title} may run the code of another kernel. Warp takes kernels of one module for the same kernel if they "
-            "differ only in the value of a wp.static in a loop, and another kernel of this module differs only in "
-            'captured values. Decorate these kernels with @wp.kernel(module="unique").',
-            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
-        )
-
-
-def _captured_key(function: Any) -> tuple:
-    """Return a key of the values that a function captures, except for Warp functions, which Warp hashes itself."""
-    values = _captured_values(function)
-    return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
 # -- 10.4 A launch: recorded by Warp, repeated by the handler ------------------------------------------
@@ -7104,14 +7071,17 @@ class _Placeholder(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WarpLaunch:
-    """The launch of a kernel, or of its adjoint, with its shapes and values, on any device."""
+    """The launch of a kernel, or of its adjoint, with its shapes and values, on any device.
+
+    It is hashable, as part of a `_WarpCallTarget`: `key` stands for the fields that are not compared.
+    """
 
     title: str  # of the wrapper, for errors of tracing and lowering: "warp_kernel 'f'"
     label: str  # its `__name__`, for errors of calls: "f"
     kernel: Any = dataclasses.field(compare=False)
     fixed: Mapping[str, Any] = dataclasses.field(compare=False)  # values, and None for null arrays
     array_dims: Mapping[str, tuple[int, ...]] = dataclasses.field(compare=False)  # without those of elements
-    key: tuple  # compared instead of the kernel, the fixed values and the dimensions
+    key: tuple  # determines `kernel`, `fixed` and `array_dims`
     field_buffers: tuple[tuple[_ArrayField, int], ...]  # (field, index of its buffer)
     launch_dims: tuple[int, ...]
     block_dim: int
@@ -7174,7 +7144,7 @@ class _WarpLaunch:
         if recorded is None:  # some versions of Warp report a failed build only once
             raise RuntimeError(
                 f"{self.title}: Warp cannot build kernel {self.kernel.key!r}. It has reported the error before, in its "
-                "first exception or its output."
+                "first exception or its output. Correct the kernel, and decorate it again."
             )
         if type(recorded).__name__ != "Launch":
             feature = "Warp's deterministic mode"
@@ -7212,7 +7182,7 @@ class _WarpLaunch:
                 "that launch_dims counts blocks."
             )
         grid_x = n_blocks = -(-n_threads // self.block_dim)  # rounded up, here and below
-        # `_refreshed_key` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        # `_rehash` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
             grid_x = min(n_blocks, _WARP_MAX_THREADS_X // self.block_dim)  # the other blocks are along y
         grid_y = -(-n_blocks // grid_x)
@@ -7268,7 +7238,7 @@ class _WarpEmitter(_Emitter):
         """
         n_words = sum(self.param_sizes)
         address = ir.alloca(_I64, n_words)
-        ir.copy_bytes(address, ir.launch_attribute(frame) + 8 * first_word, 8 * n_words)
+        ir.copy_bytes(address, ir.launch_attribute_address(frame) + 8 * first_word, 8 * n_words)
         return [address + 8 * sum(self.param_sizes[:i]) for i in range(len(self.param_sizes))]
 
     def replace_placeholders(
@@ -7285,7 +7255,8 @@ class _WarpCpuEmitter(_WarpEmitter):
 
     def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
         super().__init__(launch, recorded)
-        self.kernel_address = self.addresses[0]  # `_build_handler` copies it to the handler's data
+        # `_build_handler` reads these attributes of an `_Emitter`, and copies the addresses to the handler's data.
+        self.kernel_address = self.addresses[0]
         self.in_order = launch.in_order or launch.uses_tiles
         if launch.uses_tiles:
             # On CPUs, Warp has one static pointer to the memory of tiles (tile.h), so such kernels must not overlap.
@@ -7330,8 +7301,12 @@ class _WarpCudaEmitter(_WarpEmitter):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class _PendingWarpTarget(_CallTarget):
-    """A launch without a target yet.  `prepare_lowering` registers a handler for a platform, and returns its target."""
+class _WarpCallTarget(_CallTarget):
+    """The launch of a call whose platform is not known yet.
+
+    JAX carries it in the primitive's parameters, so it is hashable.  The lowering exchanges it for the `_CallTarget` of
+    a platform, which `prepare_lowering` returns.
+    """
 
     launch: _WarpLaunch
     signature: _Signature
@@ -7363,8 +7338,7 @@ class _PendingWarpTarget(_CallTarget):
         with _warp_session() as wp, context:
             recorded = [launch.record(wp, device) for device in devices]
             emitter = (_WarpCudaEmitter if platform == "cuda" else _WarpCpuEmitter)(launch, recorded)
-            # A new key, because the kernel may have changed since it was traced.
-            options = "warp", launch.in_order, _refreshed_key(launch.kernel), launch.block_dim
+            options = "warp", launch.in_order, _rehash(launch.kernel), launch.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
 
@@ -7378,34 +7352,34 @@ class _PendingWarpTarget(_CallTarget):
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
 # On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
-# kernel, the batch kernel.  Its first lines move each array to the slice of the block, as if it were defined so:
+# kernel, the batch kernel.  Its first lines advance the pointer of each array to the slice of the block:
 #
-#     def kernel(x, factor, out):         def kernel(x, factor, out, _xla_step_0, _xla_step_1):
-#         i = wp.tid()                        x = _xla_move_0(x, _xla_step_0)
-#         out[i] = factor * x[i]              out = _xla_move_1(out, _xla_step_1)
+#     def kernel(x, factor, out):         def kernel(x, factor, out):
+#         i = wp.tid()                        x = _xla_advance_0(x, _xla_step_0)
+#         out[i] = factor * x[i]              out = _xla_advance_1(out, _xla_step_1)
 #                                             i = wp.tid()
 #                                             out[i] = factor * x[i]
 #
-# `_xla_move_0` adds z times the step of buffer 0 to the pointer of its array.  The copy has the old `def` line, because
-# Warp takes the parameters from the annotations of a function.
+# `_xla_advance_0` adds z times the step of buffer 0 to the pointer of its array.  The steps are added only to the
+# annotations of the function, and not to its `def` line, because Warp takes the parameters from the annotations.
 #
 # The batch kernel is compiled with `grid_stride=True`.  Warp then generates a loop over the grid along x, and leaves z
-# free.  Warp's adjoints find the gradient of a moved array in its field `grad`, whose pointer is moved, too.
+# free.  Warp's adjoints find the gradient of an array in its field `grad`, whose pointer is advanced, too.
 #
 # Kernels that `_create_batch_kernel` cannot copy get a launch for each slice.  For example, C++ code of the user may
 # read z, and the user's own adjoints do not use the field `grad`.
 
-_MOVE = "_xla_move_{}"  # the function that moves the array at a buffer
+_ADVANCE = "_xla_advance_{}"  # the function that advances the array at a buffer
 # C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
-_MOVE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
-_MOVE_SOURCE = "@wp.func_native()\ndef move(array, step): ..."  # Warp looks for the decorator in this source
-_BATCH_KERNELS = _BoundedCache()  # {(`_refreshed_key(kernel)`, field_buffers): batch kernel}
+_ADVANCE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
+_ADVANCE_SOURCE = "@wp.func_native()\ndef advance(array, step): ..."  # Warp looks for the decorator in this source
+_BATCH_KERNELS = _BoundedCache()  # {(`_rehash(kernel)`, field_buffers): batch kernel}
 
 
 def _batch_kernel(kernel: Any, field_buffers: tuple) -> Any:
     """Return the kernel whose blocks with index z run slice z.  `field_buffers` is as in `_WarpLaunch`."""
     with _warp_session() as wp:
-        key = _refreshed_key(kernel), field_buffers
+        key = _rehash(kernel), field_buffers
         return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, field_buffers))
 
 
@@ -7421,25 +7395,24 @@ def _create_batch_kernel(wp: Any, kernel: Any, field_buffers: tuple) -> Any:
     plain_copy.module.get_module_hash()  # updates `plain_copy.hash`
     if plain_copy.hash != kernel.hash:
         raise _BatchLaunchUnsupported("captured values have changed since Warp read them")
-    moves = []
+    statements = []
     for (name, field), buffer in field_buffers:
-        move, step = _MOVE.format(buffer), _STEP.format(buffer)
-        variables[move] = _move_function(wp, move, annotations[name], field)
+        advance, step = _ADVANCE.format(buffer), _STEP.format(buffer)
+        variables[advance] = _advance_function(wp, advance, annotations[name], field)
         annotations[step] = wp.int64
-        moves.append(f"{name} = {move}({name}, {step})")
+        statements.append(f"{name} = {advance}({name}, {step})")
     tree: Any = ast.parse(source)
-    tree.body[0].body[:0] = ast.parse("\n".join(moves)).body
+    tree.body[0].body[:0] = ast.parse("\n".join(statements)).body
     return _copy_kernel(kernel, ast.unparse(tree), annotations, variables, grid_stride=True)
 
 
-def _move_function(wp: Any, key: str, array_type: Any, field: str) -> Any:
-    """Return Warp's native function that moves an array, or its gradient, to the slice of the block."""
+def _advance_function(wp: Any, key: str, array_type: Any, field: str) -> Any:
+    """Return Warp's native function that advances an array, or its gradient, to the slice of the block."""
 
-    def move(array: Any, step: Any) -> Any: ...  # only for its parameters: Warp compiles the C++ snippet
+    def advance(array: Any, step: Any) -> Any: ...  # only for its parameters: Warp compiles the C++ snippet
 
-    move.__annotations__ = {"array": array_type, "step": wp.int64, "return": array_type}
-    snippet = _MOVE_SNIPPET.format(field=field)
-    return wp.Function(move, key, "", native_snippet=snippet, source=_MOVE_SOURCE)
+    advance.__annotations__ = {"array": array_type, "step": wp.int64, "return": array_type}
+    return wp.Function(advance, key, "", native_snippet=_ADVANCE_SNIPPET.format(field=field), source=_ADVANCE_SOURCE)
 
 
 def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, **options: Any) -> Any:
@@ -7454,237 +7427,6 @@ def _copy_kernel(kernel: Any, source: str, annotations: dict, variables: dict, *
     module = type(kernel.module)(f"{kernel.key}_{_hash(kernel.module.name, kernel.hash.hex(), source)}", None)
     module.options.update(kernel.module.options)
     return type(kernel)(function, kernel.key, module, {**kernel.options, **options}, source=source)
-
-
-# -- 10.6 Gradients that Warp gets wrong ---------------------------------------------------------------
-# In a dynamic loop, Warp's adjoint may use wrong values, and Warp does not warn of it.  For example, the gradient of a
-# factor x[j] is the old `s` times the gradient of the new `s`.  The repeated iteration has overwritten the old `s`, so
-# the adjoint uses the new one.  For x = (2, 3, 5):
-#
-#     s = float(1.0)                     iteration                           j = 2      j = 1      j = 0
-#     for j in range(x.shape[0]):        old s, which the gradient needs     2 * 3      2          1
-#         s = s * x[j]                   new s, which the adjoint uses       1 * 5      5 * 3      15 * 2
-#                                        right gradient of x[j]              6          10         15
-#                                        gradient by the adjoint             5          75         450
-#
-# The adjoint first runs the kernel without its dynamic loops and its own stores, so `s` is 1.  Then it goes through the
-# iterations of a `for` loop backwards, and those of a `while` loop forwards.  It repeats each iteration before it
-# computes its gradients.  A sum such as `s += x[j]` is correct, because its adjoint uses no values.
-#
-# Values that are wrong in the adjoint are called stale here:
-#
-# - the variables that a dynamic loop assigns: after the loop, and in each iteration until they are assigned
-# - the elements of an output that are read before the last store to it, because the adjoint reads the final elements.
-#   A store is an assignment such as `out[i] = ...` here, and not an atomic operation.
-# - all that is computed from stale values
-#
-# `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
-# dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that a called function or the next iteration
-# stores again.  It may warn of a long loop that Warp unrolls because of a `wp.static`.  The verdicts were compared with
-# JAX and finite differences on CPUs (Warp 1.14 to 1.19).
-
-_WARNED_KERNELS: Any = weakref.WeakSet()
-
-# Builtins whose derivative is not zero although Warp has no adjoint of them (`is_differentiable` is false).
-_WITHOUT_ADJOINT = frozenset(
-    "frac randf store atomic_exch atomic_cas tile_max tile_min tile_reduce tile_sort tile_full tile_from_thread "
-    "tile_scan_inclusive tile_scan_exclusive tile_scan_max_inclusive tile_scan_min_inclusive tile_diag_add "
-    "tile_cholesky_inplace tile_cholesky_solve tile_cholesky_solve_inplace tile_lower_solve tile_lower_solve_inplace "
-    "tile_upper_solve tile_upper_solve_inplace".split()
-)
-_STALE_ADVICE = (
-    "If a loop assigns it, give the loop a constant length of at most {} or, if the loop only adds, move it into a "
-    "wp.func that returns the sum. If it is read from an output, store to this output only once."
-)
-_NO_ADJOINT_ADVICE = "Replace it by functions with an adjoint, or compute this part in JAX, before or after the kernel."
-_BREAK_ADVICE = "Replace it by an `if` around the other statements of the loop."
-_ATOMIC_SUMS = ("atomic_add", "atomic_sub")
-
-
-class _GradientCheck:
-    """A search for the operations of a Warp function whose adjoints are wrong.
-
-    `check_statements` goes through statements in their order, and adds to `problems`.  After the loop above:
-
-        active    {"x", "out", "s"}    # `s` is computed from `x`
-        stale     {"s", "j"}           # the loop assigns them
-    """
-
-    def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
-        self.adjoint = function.adj
-        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
-        self.constants = _referenced_variables(_py_func(function))  # and the values of constant local variables
-        self.active = set(active)  # the parameters with gradients, and the variables that are computed from them
-        self.stale: set[str] = set()  # the stale variables, without arrays
-        self.problems: dict[str, str] = {}  # {line: text of a warning}
-        self.arrays = {x.label for x in function.adj.args if _is_array_type(x.type)}  # never in `stale`
-        self.last_stores = dict.fromkeys(self.arrays, 0)  # {array: line of its last store, or 0}
-        for node in ast.walk(function.adj.tree):
-            if isinstance(node, (ast.Assign, ast.AugAssign)):
-                for array in _assigned_names(node) & self.arrays:
-                    self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
-
-    def check_statements(self, statements: Iterable[ast.stmt]) -> None:
-        """Check the operations of statements, one after the other, and update the sets of variables."""
-        for node in statements:
-            if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
-                updated = ast.BinOp(node.target, node.op, node.value)
-                node = ast.Assign([node.target], ast.copy_location(updated, node))
-            self.check_operations(node)
-            match node:
-                case ast.Assign(targets=[target], value=value):
-                    self.assign(target, value)
-                case ast.If(body=body, orelse=orelse):
-                    before = self.stale.copy()
-                    self.check_statements(body)
-                    after_body, self.stale = self.stale, before
-                    self.check_statements(orelse)
-                    self.stale |= after_body
-                case ast.For() | ast.While():
-                    self.check_loop(node)
-                case ast.Break():
-                    self.report(node, "is wrong in a loop with", _BREAK_ADVICE)
-
-    def assign(self, target: ast.expr, value: ast.expr) -> None:
-        variables = _assigned_names(target) - self.arrays
-        if self.is_active(value):
-            self.active |= variables
-        if self.stale_part(value):
-            self.stale |= variables
-        elif isinstance(target, (ast.Name, ast.Tuple)):  # if `v[0]` is assigned, the rest of `v` may be stale
-            self.stale -= variables
-        if isinstance(target, ast.Name):
-            self.constants[target.id] = self.constant(value)
-
-    def check_loop(self, loop: Any) -> None:
-        # `check_statements` has already checked the test of a `while`.  The adjoint repeats the iterations of a `while`
-        # from the first one on, so the variables that this loop assigns do not make its own test wrong.
-        is_unrolled = self.is_unrolled(loop)
-        assigned = set() if is_unrolled else _assigned_names(loop) - self.arrays
-        stale_at_start = self.stale | assigned  # at the start of an iteration
-        n_before, n_found = -1, 0
-        while n_before != n_found:  # an iteration uses variables of the previous one, so repeat until nothing changes
-            self.stale = stale_at_start.copy()
-            match loop:
-                case ast.For(target=ast.Name(id=index)):
-                    self.stale.discard(index)
-                    self.constants[index] = 0 if is_unrolled else None  # in an unrolled loop, 0 stands for any constant
-            self.check_statements(loop.body)
-            stale_at_start |= self.stale
-            n_before, n_found = n_found, len(self.active) + len(stale_at_start)
-        self.stale |= assigned  # after the loop
-
-    def is_unrolled(self, loop: Any) -> bool:
-        with contextlib.suppress(AttributeError, TypeError):  # it has no range, or a bound is not constant
-            return len(range(*map(self.constant, loop.iter.args))) <= self.max_unroll
-        return False
-
-    def constant(self, node: ast.expr) -> Any:
-        """Return the value of a number or constant variable, otherwise None.  As in Warp, `2 * 2` has no value."""
-        try:
-            return ast.literal_eval(node)
-        except ValueError:
-            return _captured_value(node, self.constants)
-
-    def check_operations(self, statement: ast.stmt) -> None:
-        """Report the operations of a statement whose adjoints are wrong.  Nested statements are not included."""
-        expressions = [x for x in ast.iter_child_nodes(statement) if isinstance(x, ast.expr)]
-        for node in [statement, *itertools.chain(*map(ast.walk, expressions))]:
-            if isinstance(node, ast.Call) and self.is_active(node):
-                name = self.builtin_name(node)
-                # An atomic sum has an adjoint for the value that it adds, but not for the old value that it returns.
-                is_unused = isinstance(statement, ast.Expr) and statement.value is node
-                if name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and not is_unused):
-                    self.report(node, "takes 0 for the derivative of", _NO_ADJOINT_ADVICE)
-            for value in self.values_used_by_adjoint(node):
-                if stale := self.stale_part(value):
-                    self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE.format(self.max_unroll))
-
-    def report(self, node: Any, problem: str, advice: str) -> None:
-        line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
-        source = ast.unparse(node).partition("\n")[0]  # of an `if` or a loop, the first line
-        self.problems.setdefault(line, f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice}")
-
-    def values_used_by_adjoint(self, node: ast.AST) -> list[ast.expr]:
-        """Return the parts of a statement or expression whose values its adjoint uses.  Other parts may be stale."""
-        match node:
-            case ast.If(test=value) | ast.While(test=value) | ast.IfExp(test=value):
-                return [value]
-            case ast.For(iter=value) | ast.Subscript(slice=value):
-                return [value]
-            case ast.expr() if not self.is_active(node):
-                return []  # it has no gradient
-            case ast.BinOp(left=left, op=ast.Mult() | ast.MatMult(), right=right):
-                # adj_left += adj * right, and adj_right += adj * left, of which an inactive factor needs none.
-                return [other for factor, other in ((left, right), (right, left)) if self.is_active(factor)]
-            case ast.BinOp(left=left, op=ast.Div(), right=right):
-                # adj_left += adj / right, and adj_right -= adj * left / right**2.
-                return [left, right] if self.is_active(right) else [right]
-            case ast.Call() if self.builtin_name(node) in _ATOMIC_SUMS:
-                return node.args[1:-1]  # only the indices, between the array and the added value
-            case ast.Call() if self.builtin_name(node) == "where":
-                return node.args[:1]  # the condition
-            case ast.Call() if isinstance(_captured_value(node.func, self.constants), type):
-                return []  # casts and constructors of vectors are linear
-            case ast.BinOp(op=ast.Pow()) | ast.Call():
-                return [node]  # all operands
-        return []
-
-    def builtin_name(self, call: ast.Call) -> str:
-        return _builtin_name(_callee(call.func, self.constants))
-
-    def is_active(self, node: ast.AST) -> bool:
-        return not self.active.isdisjoint(_operand_names(node))
-
-    def stale_part(self, node: ast.AST) -> str:
-        """Return a stale variable or element from which a value is computed, or an empty string."""
-        for part in _operands(node):
-            match part:
-                case ast.Name(id=name) if name in self.stale:
-                    return name
-                case ast.Subscript(value=ast.Name(id=name)) if part.lineno <= self.last_stores.get(name, 0):
-                    return ast.unparse(part)  # an element of an output, read before the last store to it
-        return ""
-
-
-def _operands(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield an expression and its parts, without indices, and without x in `x.shape`."""
-    if isinstance(node, ast.Attribute) and node.attr in _ARRAY_METADATA:
-        return
-    yield node
-    for child in [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node):
-        yield from _operands(child)
-
-
-def _operand_names(node: ast.AST) -> set[str]:
-    return {x.id for x in _operands(node) if isinstance(x, ast.Name)}
-
-
-def _assigned_names(node: ast.AST) -> set[str]:
-    """Return the variables that a statement assigns as a whole or in part: {"a"} for `a.b[i].c = 1.0`."""
-    return _union(_operand_names(x) for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store))
-
-
-def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
-    """Warn of each operation of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
-    if kernel in _WARNED_KERNELS:
-        return
-    _WARNED_KERNELS.add(kernel)
-    is_int = sys.modules["warp"].types.type_is_int
-    problems = {}
-    for function in _warp_source(kernel).analyses:
-        names = active
-        if function is not kernel:  # any parameter of a helper may have a gradient, except integers
-            names = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
-        check = _GradientCheck(function, names, _warp_options(kernel)["max_unroll"])
-        check.check_statements(function.adj.tree.body[0].body)
-        problems.update(check.problems)
-    for problem in problems.values():
-        warnings.warn(
-            f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
-            'jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
-            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
-        )
 
 
 # ======================================================================================================
@@ -9201,5 +8943,302 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
     return 1e6 * median_s / n_calls
 
 
-if __name__ == "__main__":
+# ======================================================================================================
+# 13. Warnings about Warp kernels: gradients that Warp gets wrong, and deferred statics.
+#
+# Section 10 calls `_warn_of_wrong_gradients` and `_warn_of_deferred_static`.  Nothing else uses this section, so it can
+# be deleted together with these two calls.
+
+
+# -- 13.1 Gradients that Warp gets wrong ---------------------------------------------------------------
+# In a dynamic loop, which is a loop that Warp does not unroll, Warp's adjoint may use wrong values.  Warp does not warn
+# of this.  The adjoint first runs the kernel without its dynamic loops and its own stores.  Then it goes through the
+# iterations of a `for` loop backwards, and those of a `while` loop forwards.  It repeats each iteration before it
+# computes its gradients.  For example:
+#
+#     s = float(1.0)
+#     for j in range(x.shape[0]):
+#         s = s * x[j]
+#
+# The gradient of the factor x[j] is the old `s` times the gradient of the new `s`.  The repeated iteration has
+# overwritten the old `s`, so the adjoint uses the new one.  Before the first repeated iteration, `s` is 1, because the
+# loop has not run.  For x = (2, 3, 5):
+#
+#     iteration                             j = 2        j = 1         j = 0
+#     gradient of the new `s`               1            1 * 5 = 5     5 * 3 = 15
+#     old `s`, which the gradient needs     2 * 3 = 6    2             1
+#     right gradient of x[j]                6 * 1 = 6    2 * 5 = 10    1 * 15 = 15
+#     new `s`, which the adjoint uses       1 * 5 = 5    5 * 3 = 15    15 * 2 = 30
+#     gradient by the adjoint               5 * 1 = 5    15 * 5 = 75   30 * 15 = 450
+#
+# A sum such as `s += x[j]` is correct, because its adjoint uses no values.
+#
+# Values that are wrong in the adjoint are called stale here:
+#
+# - the variables that a dynamic loop assigns: after the loop, and in each iteration until they are assigned
+# - the elements of an output that are read before the last store to it, because the adjoint reads the final elements.
+#   A store is `out[i] = ...` or `out[i] += ...` here, because both change elements that were read before.
+# - all that is computed from stale values
+#
+# `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
+# dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that an atomic operation, a called function or
+# the next iteration changes later.  It may warn of a long loop that Warp unrolls because of a `wp.static`.  The tests
+# compare its verdicts with JAX and finite differences on CPUs (Warp 1.14, 1.16, 1.18 and 1.19).
+
+_WARNED_KERNELS: Any = weakref.WeakSet()
+
+# Builtins whose derivative is not zero although Warp has no adjoint of them (`is_differentiable` is false).
+_WITHOUT_ADJOINT = frozenset(
+    "frac randf store atomic_exch atomic_cas tile_max tile_min tile_reduce tile_sort tile_full tile_from_thread "
+    "tile_scan_inclusive tile_scan_exclusive tile_scan_max_inclusive tile_scan_min_inclusive tile_diag_add "
+    "tile_cholesky_inplace tile_cholesky_solve tile_cholesky_solve_inplace tile_lower_solve tile_lower_solve_inplace "
+    "tile_upper_solve tile_upper_solve_inplace".split()
+)
+_STALE_ADVICE = (
+    "If a loop assigns it, give the loop a constant length of at most {} or, if the loop only adds, move it into a "
+    "wp.func that returns the sum. If it is read from an output, store to this output only once."
+)
+_NO_ADJOINT_ADVICE = "Replace it by functions with an adjoint, or compute this part in JAX, before or after the kernel."
+_BREAK_ADVICE = "Replace it by an `if` around the other statements of the loop."
+_ATOMIC_SUMS = ("atomic_add", "atomic_sub")
+
+
+class _GradientCheck:
+    """A search for the operations of a Warp function whose adjoints are wrong.
+
+    `check_statements` goes through statements in their order, and adds to `problems`.  After
+    `for j in range(x.shape[0]): s = s * x[j]`:
+
+        active    {"x", "out", "s"}    # `s` is computed from `x`
+        stale     {"s", "j"}           # the loop assigns them
+    """
+
+    def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
+        self.adjoint = function.adj
+        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
+        self.known_values = _referenced_variables(_py_func(function))  # and constant local variables
+        self.active = set(active)  # the parameters with gradients, and the variables that are computed from them
+        self.stale: set[str] = set()  # the stale variables, without arrays
+        self.problems: dict[str, str] = {}  # {line: text of a warning about its first problem}
+        self.arrays = {x.label for x in function.adj.args if _is_array_type(x.type)}  # never in `stale`
+        self.last_stores = dict.fromkeys(self.arrays, 0)  # {array: line of its last store, or 0}
+        for node in ast.walk(function.adj.tree):
+            if isinstance(node, (ast.Assign, ast.AugAssign)):
+                for array in _assigned_names(node) & self.arrays:
+                    self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
+
+    def check_statements(self, statements: Iterable[ast.stmt]) -> None:
+        """Check the operations of statements, one after the other, and update the sets of variables."""
+        for node in statements:
+            if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
+                updated = ast.BinOp(node.target, node.op, node.value)
+                node = ast.Assign([node.target], ast.copy_location(updated, node))
+            # This includes the test of a `while`, which is right whatever its own loop assigns, because the adjoint
+            # repeats the iterations of a `while` from the first one on.
+            self.check_operations(node)
+            match node:
+                case ast.Assign(targets=[target], value=value):
+                    self.assign(target, value)
+                case ast.If(body=body, orelse=orelse):
+                    before = self.stale.copy()
+                    self.check_statements(body)
+                    after_body, self.stale = self.stale, before
+                    self.check_statements(orelse)
+                    self.stale |= after_body
+                case ast.For() | ast.While():
+                    self.check_loop(node)
+                case ast.Break():
+                    self.report(node, "is wrong in a loop with", _BREAK_ADVICE)
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        variables = _assigned_names(target) - self.arrays
+        if self.is_active(value):
+            self.active |= variables
+        if self.stale_part(value):
+            self.stale |= variables
+        elif isinstance(target, (ast.Name, ast.Tuple)):  # if `v[0]` is assigned, the rest of `v` may be stale
+            self.stale -= variables
+        if isinstance(target, ast.Name):
+            self.known_values[target.id] = self.constant(value)
+
+    def check_loop(self, loop: Any) -> None:
+        """Check the statements of a loop, and add the variables that are stale after it."""
+        is_unrolled = self.is_unrolled(loop)
+        assigned = set() if is_unrolled else _assigned_names(loop) - self.arrays
+        stale_at_start = self.stale | assigned  # at the start of an iteration
+        n_found = 0
+        while True:  # an iteration uses variables of the previous one, so repeat until nothing changes
+            self.stale = stale_at_start.copy()
+            match loop:
+                case ast.For(target=ast.Name(id=index)):
+                    self.stale.discard(index)
+                    # In an unrolled loop, 0 stands for any constant.
+                    self.known_values[index] = 0 if is_unrolled else None
+            self.check_statements(loop.body)
+            stale_at_start |= self.stale
+            n_before, n_found = n_found, len(self.active) + len(stale_at_start)
+            if n_before == n_found:
+                break
+        self.stale |= assigned  # after the loop
+
+    def is_unrolled(self, loop: Any) -> bool:
+        with contextlib.suppress(AttributeError, TypeError):  # it has no range, or a bound is not constant
+            return len(range(*map(self.constant, loop.iter.args))) <= self.max_unroll
+        return False
+
+    def constant(self, node: ast.expr) -> Any:
+        """Return the value of a number or constant variable, otherwise None.  As in Warp, `2 * 2` has no value."""
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return _captured_value(node, self.known_values)
+
+    def check_operations(self, statement: ast.stmt) -> None:
+        """Report the operations of a statement whose adjoints are wrong.  Nested statements are not included."""
+        expressions = [x for x in ast.iter_child_nodes(statement) if isinstance(x, ast.expr)]
+        for node in [statement, *itertools.chain(*map(ast.walk, expressions))]:
+            if isinstance(node, ast.Call) and self.is_active(node):
+                name = self.builtin_name(node)
+                # An atomic sum has an adjoint for the value that it adds, but not for the old value that it returns.
+                is_unused = isinstance(statement, ast.Expr) and statement.value is node
+                if name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and not is_unused):
+                    self.report(node, "takes 0 for the derivative of", _NO_ADJOINT_ADVICE)
+            for value in self.values_used_by_adjoint(node):
+                if stale := self.stale_part(value):
+                    self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE.format(self.max_unroll))
+
+    def report(self, node: Any, problem: str, advice: str) -> None:
+        line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
+        source = ast.unparse(node).partition("\n")[0]  # of an `if` or a loop, the first line
+        self.problems.setdefault(line, f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice}")
+
+    def values_used_by_adjoint(self, node: ast.AST) -> list[ast.expr]:
+        """Return the parts of a statement or expression whose values its adjoint uses.  Other parts may be stale.
+
+        Tests and indices come first, because they are checked in inactive expressions, too.  For example, `_operands`
+        does not yield the indices of `x[n[j]]`, so `j` is found only when the inactive part `n[j]` is checked.
+        """
+        match node:
+            case ast.If(test=x) | ast.While(test=x) | ast.IfExp(test=x) | ast.For(iter=x) | ast.Subscript(slice=x):
+                return [x]
+            case ast.expr() if not self.is_active(node):
+                return []  # it has no gradient
+            case ast.BinOp(left=left, op=ast.Mult() | ast.MatMult(), right=right):
+                # adj_left += adj * right, and adj_right += adj * left, of which an inactive factor needs none.
+                return [other for factor, other in ((left, right), (right, left)) if self.is_active(factor)]
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                # adj_left += adj / right, and adj_right -= adj * left / right**2.
+                return [left, right] if self.is_active(right) else [right]
+            case ast.Call() if self.builtin_name(node) in _ATOMIC_SUMS:
+                return node.args[1:-1]  # only the indices, between the array and the added value
+            case ast.Call() if self.builtin_name(node) == "where":
+                return node.args[:1]  # the condition
+            case ast.Call() if isinstance(_captured_value(node.func, self.known_values), type):
+                return []  # casts and constructors of vectors are linear
+            case ast.BinOp(op=ast.Pow()) | ast.Call():
+                return [node]  # all operands
+        return []
+
+    def builtin_name(self, call: ast.Call) -> str:
+        return _builtin_name(_callee(call.func, self.known_values))
+
+    def is_active(self, node: ast.AST) -> bool:
+        return not self.active.isdisjoint(_operand_names(node))
+
+    def stale_part(self, node: ast.AST) -> str:
+        """Return a stale variable or element from which a value is computed, or an empty string."""
+        for part in _operands(node):
+            match part:
+                case ast.Name(id=name) if name in self.stale:
+                    return name
+                case ast.Subscript(value=ast.Name(id=name)) if part.lineno <= self.last_stores.get(name, 0):
+                    return ast.unparse(part)  # an element of an output, read before the last store to it
+        return ""
+
+
+def _operands(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield an expression and its parts, without indices, and without x in `x.shape`."""
+    if isinstance(node, ast.Attribute) and node.attr in _ARRAY_METADATA:
+        return
+    yield node
+    for child in [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node):
+        yield from _operands(child)
+
+
+def _operand_names(node: ast.AST) -> set[str]:
+    return {x.id for x in _operands(node) if isinstance(x, ast.Name)}
+
+
+def _assigned_names(node: ast.AST) -> set[str]:
+    """Return the variables that a statement assigns as a whole or in part: {"a"} for `a.b[i].c = 1.0`."""
+    return _union(_operand_names(x) for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store))
+
+
+def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
+    """Warn of each operation of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
+    if kernel in _WARNED_KERNELS:
+        return
+    _WARNED_KERNELS.add(kernel)
+    is_int = sys.modules["warp"].types.type_is_int
+    problems = {}
+    for function in _warp_source(kernel).analyses:
+        names = active
+        if function is not kernel:  # any parameter of a helper may have a gradient, except integers
+            names = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
+        check = _GradientCheck(function, names, _warp_options(kernel)["max_unroll"])
+        check.check_statements(function.adj.tree.body[0].body)
+        problems.update(check.problems)
+    for problem in problems.values():
+        warnings.warn(
+            f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
+            'jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+        )
+
+
+# -- 13.2 Deferred statics -----------------------------------------------------------------------------
+
+
+def _warn_of_deferred_static(kernel: Any, title: str) -> None:
+    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
+
+    A `wp.static` is deferred if it uses the variable of a loop.  Warp evaluates it when it builds the module:
+
+        def make(table):
+            @wp.kernel
+            def f(out: wp.array(dtype=float)):
+                for j in range(2):
+                    out[j] = wp.static(table[j])     # a deferred static
+            return f
+
+        f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
+
+    Before it builds them, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects
+    such as the tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of them, at random, and adds
+    the values to its `deferred_static_expressions`.  The other kernel has none there, and may run the code of the first
+    (Warp 1.14, 1.16, 1.18 and 1.19, also with `wp.launch`).
+
+    The caller has let Warp hash the kernels of the module again (`_rehash`).
+    """
+    was_built = bool(kernel.adj.deferred_static_expressions)
+    if was_built or not kernel.adj.has_unresolved_static_expressions:  # the latter are the deferred statics
+        return
+    with _WARP_LOCK:
+        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
+    if len({_captured_key(other.func) for other in [kernel, *similar]}) > 1:
+        warnings.warn(
+            f"{title} may run the code of another kernel. Warp takes kernels of one module for the same kernel if they "
+            "differ only in the value of a wp.static in a loop, and another kernel of this module differs only in "
+            'captured values. Decorate these kernels with @wp.kernel(module="unique").',
+            skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
+        )
+
+
+def _captured_key(function: Any) -> tuple:
+    """Return a key of the values that a function captures, except for Warp functions, which Warp hashes itself."""
+    values = _captured_values(function)
+    return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
+
+
+if __name__ == "__main__":  # after all definitions, because the self-check uses all sections
     sys.exit(_self_check())
