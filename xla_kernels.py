@@ -1081,7 +1081,7 @@ class _CallTarget:
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
         if has_batch and compiled and compiled.batch_launch:
-            reason = compiled.batch_launch.compile_once_and_explain(self.launch_attribute)
+            reason = compiled.batch_launch.reason_for_launch_per_slice(_LaunchConfig(*self.launch_attribute))
             if reason:
                 _log_per_slice_fallback(self.title, reason)
         return self
@@ -1840,6 +1840,31 @@ def _wrapper_or_decorator(wrapper_class: type[_Wrapper], kernel: Any, options: _
     if kernel is None:
         return functools.partial(wrapper_class, options=options)
     return wrapper_class(kernel, options)
+
+
+def _check_call_signature(
+    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = (), advice: str = ""
+) -> None:
+    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
+
+    Args:
+      signature, subject: the signature of the user's function, and the function, as the subject of the message.
+      args: the positional arguments: specs, or texts that describe them, such as "a stream".
+      params: the names of the keyword arguments.
+      advice: another fix, after a space, such as " To register a function f of arrays, pass lambda: f."  Default: none.
+    """
+    try:
+        signature.bind(*args, **dict.fromkeys(params))
+    except TypeError as error:
+        passed = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
+        fix = "Declare a parameter for each argument."
+        if str(error).startswith("missing"):  # "missing a required argument: 'x'"
+            fix = "Remove the parameters that are not passed."
+            if not args:  # a generator of an op gets only the op's static parameters
+                fix = "Pass the missing parameters to the op by name, or remove them."
+        raise TypeError(
+            f"{subject} takes {signature}, but this call passes ({passed}): {error}. {fix}{advice}"
+        ) from None
 
 
 # -- 5.4 For wrappers and ops: advice about kernels and options ----------------------------------------
@@ -3599,17 +3624,17 @@ def numba_kernel(
         kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Assign
         to elements: `v[:] = 0.5 * v + x`.  The statement `v = 0.5 * v + x` only creates a local variable.
       scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  0-d in-out
-        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  Each new value
+        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  A new value of it
         compiles another kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
-      zero_outputs: optional boolean, the start of new outputs and scratch:
+      zero_outputs: optional boolean, the initial value of new outputs and scratch:
         - None (the default): zeros.  It is an error if the kernel never stores to an output.
         - True: zeros.  The kernel need not store to its outputs.
         - False: uninitialized memory, for kernels that store to every element.
-        For a product, a minimum or a maximum, store the start first (`out[:] = np.inf`), or alias the output to an
-        input.  Outputs that are returned or aliased to an input are not zeroed.  Zeroing takes up to a quarter of the
+        For a product, a minimum or a maximum, first store the initial value (`out[:] = np.inf`), or alias the output
+        to an input.  Outputs that are returned or aliased to an input are not zeroed.  Zeroing takes up to a quarter of the
         time of `out[i] = x[i] + y[i]`, depending on the size.
       name: optional string, the prefix of the kernel's name in exported programs, which find the kernel by it (see
         `export_checks`).
@@ -3853,12 +3878,12 @@ class _ArgumentMap(NamedTuple):
         """Return the buffers that the kernel may write to: all except those of parameters at these positions."""
         return {buffer for position, buffer in enumerate(self.args) if position not in only_read_positions}
 
-    def maybe_written_inputs(self, only_read_positions: Container, signature: _Signature) -> set[int]:
-        """Return the inputs that the kernel may write to, by mistake.  See `maybe_written_buffers`.
+    def protected_inputs(self, signature: _Signature) -> set[int]:
+        """Return the inputs that the kernel must not write to.
 
         Scalars are left out, because the kernel gets values.  So are inputs aliased to an output, which it may change.
         """
-        return (self.maybe_written_buffers(only_read_positions) & signature.unaliased_inputs) - self.scalars
+        return signature.unaliased_inputs - self.scalars
 
     def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
         """Return the adapter, a Python function.
@@ -3956,7 +3981,8 @@ class _NumbaCompiler:
         An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first line
         that fits counts:
 
-            the kernel compiles for read-only inputs, which Numba respects    return it
+            the kernel compiles for read-only inputs (Numba respects them     return it
+            unless `_may_ignore_readonly`)
             it only reads its inputs, except inputs aliased to outputs        return it
             it does not compile for read-only inputs, because of a store      raise an error
             otherwise (for example, a helper has an explicit signature)       copy the inputs that may be written
@@ -3964,7 +3990,8 @@ class _NumbaCompiler:
         overload, readonly_error = self._compile_for_buffers(argument_map)
         if not readonly_error and not _may_ignore_readonly(self.kernel):
             return overload
-        maybe_written = argument_map.maybe_written_inputs(self.only_read_positions, self.signature)
+        maybe_written = argument_map.maybe_written_buffers(self.only_read_positions)
+        maybe_written &= argument_map.protected_inputs(self.signature)
         maybe_written -= _buffers_only_read_in_llvm(overload, self.signature)
         if not maybe_written:
             return overload
@@ -3974,8 +4001,8 @@ class _NumbaCompiler:
             verb = "writes" if len(names) == 1 else "may write"  # Numba's error does not name the array
             raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
         _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
-        # The ignored value is an error if this compiles only for writable inputs.  That is safe, because the kernel
-        # only reads the inputs that are not copied.
+        # With the copies, it compiles.  It may be for writable inputs (the ignored value).  That is safe, because the
+        # kernel only reads the inputs that are not copied.
         overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
         return overload
 
@@ -4300,7 +4327,8 @@ class _VariableUses:
                 self.maybe_stored.append(statement.target)
             case nbir.Expr(op="inplace_binop") if self.is_cuda:
                 self.maybe_stored.append(value.lhs)
-            # On CPUs, the value may be an array, to which later statements store through a list (`a_list[0] = x`).
+            # Any other statement may store.  On CPUs, this includes `a_list[0] = x`: later statements may store to x
+            # through the list.
             case _:
                 self.maybe_stored += used
 
@@ -4328,7 +4356,7 @@ class _VariableUses:
             only_read = _positions_only_read_in_numba_ir(function, self.call_stack)
             self.bases_of[result] += [x for position, x in enumerate(call.args) if position in only_read]
         else:
-            self.maybe_stored.append(call.func)
+            self.maybe_stored.append(call.func)  # for the method `x.f`, this is a view of x
         self.maybe_stored += [x for position, x in enumerate(call.args) if position not in only_read]
         self.maybe_stored += filter(None, [*dict(call.kws).values(), call.vararg])
 
@@ -4393,7 +4421,7 @@ def _check_no_object_mode(kernel: Any, title: str) -> None:
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    # The module contains the kernel, and helpers that are not called through pointers.
+    # The LLVM module lacks helpers that are called through pointers.
     if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
         return True
     return "@numba_parallel_for(" in str(_llvm_module(overload))
@@ -5058,9 +5086,8 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 # From the user's call to a launch on a GPU:
 #
 #     `_CudaKernel._find_target`              chooses the launch configuration (9.1), and checks the call (9.2)
-#       `_CudaPackage`                        stands for the package of the kernel (9.3)
-#         `_CudaCompiler`                     compiles the kernel, checks its stores to inputs, and loads it (9.4)
-#           `_CudaEmitter`                    writes a handler that launches the kernel once per slice (9.5)
+#       `_CudaCompiler`, for a package (9.3)  compiles the kernel, checks its stores to inputs, and loads it (9.4)
+#         `_CudaEmitter`                      writes a handler that launches the kernel once per slice (9.5)
 #     `_CudaBatchLaunch`                      when a batch is lowered: one launch for many slices (9.6)
 #
 # Other handlers call Python:
@@ -5083,7 +5110,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #
 #     parameters          their layout (`param_words`)
 #     launches            the options and functions that need more than cuLaunchKernel (`_check_launch`)
-#     z                   how PTX and Numba's IR show its uses (`_PTX_MAY_DEPEND_ON_Z`, `_n_cuda_grid_indices`)
+#     z                   how PTX and Numba's IR show its uses (`_PTX_USES_Z`, `_n_cuda_grid_indices`)
 #     stores              which functions ignore read-only arrays, and their typed code (`_find_store_to_readonly`)
 #     lifetimes           compiled code keeps global arrays alive (`_CudaLauncher`)
 #     contexts            XLA makes the context of the call's device current (`_CudaEmitter`)
@@ -5093,6 +5120,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
+# In errors: "numba_cuda_kernel 'add' runs on NVIDIA GPUs (...). ... This call is compiled for the platform 'cpu'. ..."
 _CUDA_PLATFORM_PHRASE = (
     f"runs on NVIDIA GPUs ({_CUDA_INSTALL}). If NUMBA_ENABLE_CUDASIM=1 is set, kernels of numba.cuda run in Python on "
     "CPUs. For compiled code on CPUs, use numba_kernel"
@@ -5124,15 +5152,16 @@ def numba_cuda_kernel(
 
         kernel(*inputs, *outputs, *scratch)
 
-    Inputs are read-only.  Machine code launches the kernel on XLA's stream, without Python and the GIL.  XLA may
-    capture the launch in a CUDA graph.  Without a GPU, a program can still be lowered for CUDA and exported.
+    Inputs are read-only, unless an output is aliased to them.  Machine code launches the kernel on XLA's stream,
+    without Python and the GIL.  XLA may capture the launch in a CUDA graph.  Without a GPU, a program can still be
+    lowered for CUDA and exported.
 
     `vmap` launches the kernel once for up to 65,535 batch elements.  Each element has its own z index of the grid, and
     the elements run in any order.  In these cases there is a launch per batch element, in order:
 
     - The option `vmap_method="sequential"` is given.
     - The grid has several blocks along z.
-    - The kernel reads z of its blocks or grid, or the number of its launch (`%gridid`).
+    - The kernel reads `blockIdx.z`, `gridDim.z`, or the number of its launch (`%gridid`).
     - The kernel uses clusters, calls external functions, or may write to a global device array.
     - The kernel does not compile for batches, or captured values have changed since it was compiled.
     - The kernel that is compiled for batches allows fewer threads in a block than the launch has.
@@ -5177,10 +5206,14 @@ def numba_cuda_kernel(
     Raises:
       TypeError: See `numba_kernel`.  Also if a kernel needs more than one plain call of cuLaunchKernel (`debug=True`,
         cooperative kernels).  Use `numba_cuda_callable` for these.
-      ValueError: See `numba_kernel`.  Also if neither or both of `launch_dims` and (`grid`, `block`) are given, if they
-        exceed CUDA's limits (1,024 threads in a block), if `threads_per_block` is given but not used, or if the number
-        of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  This number is not checked if the kernel reads an
-        attribute y or z of any object, such as `cuda.blockIdx.y`.
+      ValueError: See `numba_kernel`.  Also in these cases:
+
+        - Neither `launch_dims` nor both `grid` and `block` are given, or all three are.
+        - A number exceeds CUDA's limits (1,024 threads in a block).
+        - `threads_per_block` is given but not used.
+        - The number of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  This is not checked if the kernel
+          reads an attribute y or z of any object, such as `cuda.blockIdx.y`.
+
       NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
       jax.errors.JaxRuntimeError: If a launch fails.  The text has CUDA's error, and the limit that was exceeded.
 
@@ -5216,9 +5249,10 @@ def numba_cuda_callable(
 
         func(*inputs, *outputs, *scratch, stream)
 
-    It is ordinary Python, and is not analyzed.  It may call helpers, keep kernels in containers or in `self`, allocate
-    temporary arrays (`cuda.device_array_like(x)`), copy arrays (`tmp.copy_to_device(x, stream=stream)`), and read them
-    (`x.copy_to_host(stream=stream)`, then `stream.synchronize()`).  These rules are its own responsibility:
+    It is ordinary Python.  Only its references are analyzed.  It may call helpers, keep kernels in containers or in
+    `self`, and allocate temporary arrays (`cuda.device_array_like(x)`).  It may copy arrays
+    (`tmp.copy_to_device(x, stream=stream)`), and read them (`x.copy_to_host(stream=stream)`, then
+    `stream.synchronize()`).  These rules are its own responsibility:
 
     - Launch every kernel on the stream: `kernel[grid, block, stream](...)`.  Other streams do not wait for the inputs.
     - Store the results to the outputs, and change no input.
@@ -5318,12 +5352,12 @@ class _LaunchConfig(NamedTuple):
 
 _CUDA_LAUNCH_WORDS = len(_LaunchConfig._fields)
 _CUDA_MAX_THREADS = 1024  # in a block
-_CUDA_MAX_GRID_Z = 65535
+_CUDA_MAX_GRID_YZ = 65535  # blocks along y, and along z
 _DEFAULT_BLOCKS = {1: (256, 1, 1), 2: (16, 16, 1), 3: (8, 8, 4)}  # by the number of dimensions of `launch_dims`
 
 
 def _load_launch_config(ir: _HandlerBuilder, frame: _StructPointer) -> _LaunchConfig:
-    """Generate code that loads the launch configuration of the call."""
+    """Load the launch configuration of the call."""
     first = ir.launch_attribute_address(frame)
     return _LaunchConfig(*[ir.load(first + 8 * i) for i in range(_CUDA_LAUNCH_WORDS)])
 
@@ -5362,13 +5396,12 @@ class _SizesOption(NamedTuple):
 
 
 _GRID_FIX = (
-    "Put the largest size in x, or let each thread run several elements: "
-    "for i in range(cuda.grid(1), n, cuda.gridsize(1))."
+    "Pass the number of blocks. If there are too many, put the largest size in x, or let each thread run several "
+    "elements: for i in range(cuda.grid(1), n, cuda.gridsize(1))."
 )
-_THREADS_FIX = "Pass the number of threads, such as launch_dims=lambda x: x.size."
-_GRID = _SizesOption("grid", 0, (2**31 - 1, 65535, _CUDA_MAX_GRID_Z), _GRID_FIX)
-_BLOCK = _SizesOption("block", 1, (1024, 1024, 64), "Use smaller blocks and a larger grid.")
-_LAUNCH_DIMS = _SizesOption("launch_dims", 0, (sys.maxsize,) * 3, _THREADS_FIX)
+_GRID = _SizesOption("grid", 0, (2**31 - 1, _CUDA_MAX_GRID_YZ, _CUDA_MAX_GRID_YZ), _GRID_FIX)
+_BLOCK = _SizesOption("block", 1, (_CUDA_MAX_THREADS, _CUDA_MAX_THREADS, 64), "Pass block=256 and enough blocks.")
+_LAUNCH_DIMS = _SizesOption("launch_dims", 0, (sys.maxsize,) * 3, "For example, launch_dims=lambda x: x.size.")
 
 
 def _ints(value: Any, error_text: str) -> tuple:
@@ -5431,7 +5464,8 @@ class _CudaOptions(_Options):
             if n_dims > 1:
                 raise ValueError(
                     "threads_per_block is for launch_dims of one dimension; got threads_per_block="
-                    f"{self.threads_per_block} and launch_dims={launch_dims}. Pass grid=(x, y), block=(x, y) instead."
+                    f"{self.threads_per_block} and launch_dims={launch_dims}. Remove threads_per_block, or pass "
+                    "grid=(x, y), block=(x, y) instead of these two."
                 )
             block = self.threads_per_block, 1, 1
         n_blocks = tuple(-(-size // block_size) for size, block_size in zip(n_threads, block, strict=True))
@@ -5453,12 +5487,10 @@ def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, 
 
 
 def _n_cuda_grid_indices(kernel: Any) -> int:
-    """Return the largest n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if it is unknown.
+    """Return the largest constant n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if there is none.
 
-    It is unknown if they read an attribute y or z of any object: `cuda.blockIdx.y`, for example, is one more index.
+    Return 0, too, if they read an attribute y or z of any object: `cuda.blockIdx.y`, for example, is one more index.
     """
-    from numba.core import ir_utils
-
     n_indices = 0
     for function in _kernel_and_helpers(kernel):
         numba_ir = _numba_ir(function)
@@ -5466,11 +5498,19 @@ def _n_cuda_grid_indices(kernel: Any) -> int:
             if any(x.attr in ("y", "z") for x in block.find_exprs("getattr")):
                 return 0
             for call in block.find_exprs("call"):
-                name, module = ir_utils.guard(ir_utils.find_callname, numba_ir, call) or ("", "")
-                if name == "grid" and _is_library_module(str(module)):
-                    for size in (*call.args, *dict(call.kws).values()):
-                        n_indices = max(n_indices, ir_utils.guard(ir_utils.find_const, numba_ir, size) or 0)
+                n_indices = max(n_indices, _n_of_cuda_grid(numba_ir, call))
     return n_indices
+
+
+def _n_of_cuda_grid(numba_ir: Any, call: Any) -> int:
+    """Return n if a call in Numba's IR is `cuda.grid(n)`, and n is constant.  Otherwise return 0."""
+    from numba.core.ir_utils import find_callname, find_const, guard
+
+    name, module = guard(find_callname, numba_ir, call) or ("", "")
+    sizes = (*call.args, *dict(call.kws).values())
+    if sizes and name == "grid" and _is_library_module(str(module)):
+        return guard(find_const, numba_ir, sizes[0]) or 0
+    return 0
 
 
 # -- 9.2 The wrappers ----------------------------------------------------------------------------------
@@ -5497,15 +5537,14 @@ class _CudaWrapper(_NumbaWrapper):
         return call.signature(self.__name__)
 
     def _target(
-        self, package: _CudaPackage, signature: _Signature, compile_handler: Callable, freezes_globals: bool, key: tuple
+        self, package: Any, signature: _Signature, compile_handler: Callable, freezes_globals: bool, key: tuple
     ) -> _CallTarget:
         """Return the target of a call with this signature.  If it is new, compile and register its handler.
 
         For `freezes_globals`, see `_TargetRegistry.numba_target_name`.
         `key` has all that determines the handler, besides the kernel and the signature.
         """
-        target_options = "cuda", package.module, *key
-        specialization = _Specialization(signature, target_options, package.platform, self.options.name)
+        specialization = _Specialization(signature, ("cuda", package.module, *key), package.platform, self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
         return _CallTarget(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
@@ -5546,12 +5585,10 @@ class _CudaKernel(_CudaWrapper):
         [argument_map] = self._argument_maps(call, may_return=False)
 
         def compile_handler() -> _CompiledHandler | None:
-            # Numba's IR shows the parameters that the kernel only reads.  The kernel may write to all others.
-            only_read_positions = _positions_only_read_in_numba_ir(self.kernel)
-            handler = self._compile_unless_only_lowering(argument_map, signature, only_read_positions)
+            maybe_written = argument_map.maybe_written_buffers(_positions_only_read_in_numba_ir(self.kernel))
+            handler = self._compile_if_devices(argument_map, signature, maybe_written)
             if options.checks_outputs:
                 buffer_of = dict(argument_map.named_args(self.parameters))
-                maybe_written = argument_map.maybe_written_buffers(only_read_positions)
                 _check_outputs_are_stored(self.title, buffer_of, maybe_written, call, fix_index="i")
             return handler
 
@@ -5560,7 +5597,8 @@ class _CudaKernel(_CudaWrapper):
         target = self._target(package, signature, compile_handler, freezes_globals=package.platform == "cuda", key=key)
         target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
         if options.name and not options.in_order:
-            # Named kernels are compiled for batches at once, because nothing lowers an exported program again:
+            # With `name`, the target has the same name in all processes, so a trace in process B serves a program that
+            # process A exported.  B does not lower this program, so the kernel is compiled for batches now:
             #
             #     exported = jax.export.export(jax.jit(jax.vmap(wrapper)), ...)(x)     # process A
             #     jax.eval_shape(wrapper, x[0])                                        # process B: compiled here
@@ -5568,48 +5606,25 @@ class _CudaKernel(_CudaWrapper):
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _compile_unless_only_lowering(
-        self, argument_map: _ArgumentMap, signature: _Signature, only_read_positions: set
+    def _compile_if_devices(
+        self, argument_map: _ArgumentMap, signature: _Signature, maybe_written: set[int]
     ) -> _CompiledHandler | None:
-        """Compile the kernel and its handler.  Return None if this process only lowers programs."""
+        """Compile the kernel, which may write to these buffers.  If there is no device to run it, return None."""
         package = self.package
         if not _local_devices(package.platform):
             return None
         if isinstance(package, _CudaSimulator):
             return package.kernel_handler(self.kernel, argument_map, signature)
-        maybe_written = argument_map.maybe_written_inputs(only_read_positions, signature)
         return _CudaCompiler(
             package=package,
             kernel=self.kernel,
             argument_map=argument_map,
             signature=signature,
             in_order=self.options.in_order,
-            maybe_written_names=argument_map.names_of(maybe_written, self.parameters),
+            maybe_written_inputs=argument_map.names_of(
+                maybe_written & argument_map.protected_inputs(signature), self.parameters
+            ),
         ).compile_kernel_and_handler()
-
-
-def _check_call_signature(
-    signature: inspect.Signature, subject: str, args: Sequence, params: Iterable[str] = (), advice: str = ""
-) -> None:
-    """Raise an error if a CUDA callable, or a function of an op (section 11), does not take these arguments.
-
-    Args:
-      signature, subject: the signature of the user's function, and the function, as the subject of the message.
-      args: the positional arguments: specs, or texts that describe them, such as "a stream".
-      params: the names of the keyword arguments.
-      advice: another fix, after a space, such as " To register a function f of arrays, pass lambda: f."  Default: none.
-    """
-    try:
-        signature.bind(*args, **dict.fromkeys(params))
-    except TypeError as error:
-        passed = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "Declare a parameter for each argument."
-        if str(error).startswith("missing"):  # "missing a required argument: 'x'"
-            fix = "Remove the parameters that are not passed."
-            if not args:  # a generator of an op gets only the op's static parameters
-                fix = "Pass the missing parameters to the op by name, or remove them."
-        prefix = f"{subject} takes {signature}, but this call passes ({passed})"
-        raise TypeError(f"{prefix}: {error}. {fix}{advice}") from None
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5677,19 +5692,27 @@ def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch
 
 # All copies of this file share the locks in `_PROCESS_STATE` (3.4).
 _GPUS_LOCK: threading.RLock = _PROCESS_STATE.setdefault("gpus_lock", threading.RLock())
+# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
+_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
-# Both classes have the attributes `module` and `platform` and the method `callback_emitter`.
-type _CudaPackage = _GpuPackage | _CudaSimulator
+# Both classes have `module`, the name of a module `cuda`; `platform`, where JAX calls kernels; and `callback_emitter`.
+type _PackageOrSimulator = _CudaPackage | _CudaSimulator
+
+
+def _uses_cudasim() -> bool:
+    """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
+    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _GpuPackage:
+class _CudaPackage:
     """A package that compiles kernels for GPUs: numba-cuda or numba-cuda-mlir."""
 
     module: str  # the name of the package's module `cuda`
     device_inline: str  # the option `inline` of a device function that an adapter calls
     ptx_and_entry: Callable[[Any], tuple[str, str]]  # compiled kernel -> (its PTX, its name there)
-    cubin: Callable[[Any], Any]  # compiled kernel -> its machine code for the current device
+    cubin: Callable[[Any], Any]  # compiled kernel -> its machine code (numba-cuda: for the current device)
     param_words: Callable[[_KernelArray], list]  # array -> the int64 parameters that a kernel takes for it
     platform: str = "cuda"  # the platform on which JAX calls the package's kernels
 
@@ -5702,12 +5725,13 @@ class _GpuPackage:
         """Make the primary context of a device current, which is also the one that XLA uses."""
         with _GPUS_LOCK:  # numba_cuda_mlir fails if two threads read `cuda.gpus` for the first time at once
             device = self.cuda.gpus[ordinal]
-        device.__enter__()  # the stack of contexts, which was [..., XLA's], is now [..., XLA's, device's]
+        device.__enter__()  # pushes a context: the driver's stack [..., XLA's] becomes [..., XLA's, device's]
         try:
             yield
         finally:
-            # `__exit__` pops one context, and asserts that it was the device's.  If JAX has freed an array of another
-            # GPU, the stack is [..., XLA's, other GPU's].  Then the pop is right, and the assertion wrong.
+            # `__exit__` pops one context, and asserts that it was the device's.  If JAX frees an array of another GPU,
+            # it sets the current context without restoring it.  That replaces the top: the stack is [..., XLA's, other
+            # GPU's].  Then the pop is right, and the assertion is wrong.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
@@ -5741,18 +5765,18 @@ def _numba_cubin(compiled: Any) -> bytes:
     return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
 
 
-_NUMBA_CUDA = _GpuPackage(
+_NUMBA_CUDA = _CudaPackage(
     module="numba.cuda",
     device_inline="never",
     ptx_and_entry=lambda compiled: (compiled._codelibrary.get_asm_str(), compiled.entry_name),
     cubin=_numba_cubin,
     param_words=_numba_array_members,
 )
-_NUMBA_CUDA_MLIR = _GpuPackage(
+_NUMBA_CUDA_MLIR = _CudaPackage(
     module="numba_cuda_mlir.cuda",
     device_inline="always",  # otherwise the user's kernel, which the adapter calls, has no shared memory
     ptx_and_entry=lambda compiled: (compiled.ptx, compiled.metadata["func_name"]),
-    cubin=lambda compiled: compiled.metadata["cubin"],  # for the GPU that was current when the kernel was compiled
+    cubin=lambda compiled: compiled.metadata["cubin"],  # for the device that was current at compile time
     param_words=_memref_descriptor,
 )
 
@@ -5790,8 +5814,8 @@ def _read_only_class(device_array_class: Any) -> type:
     return _ReadOnlyDeviceArray
 
 
-def _cuda_package(value: Any) -> _CudaPackage | None:
-    """Return the package of a kernel or of a module `cuda`, and None for other values."""
+def _cuda_package(value: Any) -> _PackageOrSimulator | None:
+    """Return the package of a kernel, of a module `cuda` or of an instance of its classes; None for other values."""
     module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
     if module.startswith("numba_cuda_mlir"):
         return _NUMBA_CUDA_MLIR
@@ -5801,7 +5825,7 @@ def _cuda_package(value: Any) -> _CudaPackage | None:
     return None
 
 
-def _callable_package(func: Any) -> _CudaPackage:
+def _callable_package(func: Any) -> _PackageOrSimulator:
     """Return the package whose arrays and stream a callable gets.
 
     A package is captured if the callable captures one of its kernels, or its module `cuda`:
@@ -5827,14 +5851,18 @@ def _cuda_ordinals() -> list[int]:
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
-# {compiled kernel: the fingerprint when Numba compiled it}.  Numba returns the same compiled kernel for the same types.
-# It keeps the values of globals (`freezes_globals`), so a batch kernel, compiled later, must have these values:
+# {compiled kernel: the fingerprint when a wrapper first called it}, to detect that a batch kernel, which is compiled
+# later, would have other values of globals.  Compiled code keeps the values (`freezes_globals`):
 #
-#     scale = 2.0; call(x)               # compiled for one slice: 2.0 remains
-#     scale = 3.0; jax.vmap(call)(x)     # would be compiled with 3.0, so each slice has a launch, with 2.0
+#     scale = 2.0; call(x)               # compiles the kernel for one slice, which keeps 2.0
+#     scale = 3.0; jax.vmap(call)(x)     # a batch kernel would have 3.0, so each slice has a launch, with 2.0
 #
-# This misses assignments before the first wrapper.  If the user launched the kernel before, with the same types (so no
-# input is read-only), and then assigned `scale`, the kernel for one slice has the older value, and batches the newer.
+# A change between a launch by the user and the first call of a wrapper is not detected, if both use the same types.
+# A user's launch compiles for writable arrays, so the types differ if an input is read-only:
+#
+#     scale = 2.0; kernel[1, 8](x)       # compiles the kernel for one slice, which keeps 2.0
+#     scale = 3.0; call(x)               # finds this compiled kernel, and stores the fingerprint for 3.0
+#     jax.vmap(call)(x)                  # a batch kernel, with 3.0
 _FINGERPRINTS_OF_COMPILED: Any = weakref.WeakKeyDictionary()
 
 
@@ -5842,12 +5870,12 @@ _FINGERPRINTS_OF_COMPILED: Any = weakref.WeakKeyDictionary()
 class _CudaCompiler:
     """The compilation of one kernel for one signature, by numba-cuda or numba-cuda-mlir."""
 
-    package: _GpuPackage
+    package: _CudaPackage
     kernel: Any  # the user's
     argument_map: _ArgumentMap
     signature: _Signature
     in_order: bool  # whether the slices of a batch must run in order
-    maybe_written_names: list[str]  # of the inputs that the kernel may write to, as far as Numba's IR shows
+    maybe_written_inputs: list[str]  # the names of protected inputs that Numba's IR does not show to be only read
 
     def compile_kernel_and_handler(self) -> _CompiledHandler:
         """Compile the kernel, and a handler that launches it once per slice.
@@ -5855,14 +5883,15 @@ class _CudaCompiler:
         The handler has a `_CudaBatchLaunch`, which compiles the batch kernel when a batch is lowered.
         """
         launcher, ptx = self.compile_and_load()
-        fingerprint = _FINGERPRINTS_OF_COMPILED.setdefault(launcher.keep_alive, _fingerprint(self.kernel))
+        compiled = launcher.keep_alive
+        fingerprint = _FINGERPRINTS_OF_COMPILED.setdefault(compiled, _fingerprint(self.kernel))
         handler = _build_handler(self.signature, _CudaEmitter(self.package, launcher))
         return handler._replace(batch_launch=_CudaBatchLaunch(self, fingerprint, ptx, handler.data))
 
     def compile_and_load(self) -> tuple[_CudaLauncher, str]:
         """Compile the kernel, check it, and load it on each GPU.  Also return its PTX."""
         package = self.package
-        kernel = self._kernel_of_buffers()
+        kernel = self._kernel_to_compile()
         ordinals = _cuda_ordinals()
         with package.on_device(ordinals[0]):
             compiled = self._compile_protecting_inputs(kernel)
@@ -5877,18 +5906,14 @@ class _CudaCompiler:
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
         return _CudaLauncher(self.signature.label, libcuda, functions, compiled, max_threads), ptx
 
-    def _kernel_of_buffers(self) -> Any:
-        """Return a kernel that takes all buffers of a call, in order, and can be compiled for any signature."""
+    def _kernel_to_compile(self) -> Any:
+        """Return the kernel or its adapter, as a dispatcher that takes all buffers and has no explicit signatures."""
         kernel = self.kernel
-        dispatcher_class = type(kernel)
-        options = dict(kernel.targetoptions)
         if not self.argument_map.is_identity_for(kernel):
-            device_options = options | {"device": True, "inline": self.package.device_inline}
-            device_function = dispatcher_class(kernel.py_func, device_options)
-            return dispatcher_class(self.argument_map.make_adapter(device_function, cuda=self.package.cuda), options)
-        if _has_explicit_signatures(kernel):
-            return dispatcher_class(kernel.py_func, options)  # a copy without them
-        return kernel
+            device_function = _copy_dispatcher(kernel, device=True, inline=self.package.device_inline)
+            adapter = self.argument_map.make_adapter(device_function, cuda=self.package.cuda)
+            return type(kernel)(adapter, dict(kernel.targetoptions))
+        return _copy_dispatcher(kernel) if _has_explicit_signatures(kernel) else kernel
 
     def _compile_protecting_inputs(self, kernel: Any) -> Any:
         """Compile a kernel of all buffers for the current device.  Raise an error if it may write to an input.
@@ -5911,17 +5936,17 @@ class _CudaCompiler:
             nbtypes = numba.types
         # Row 1 raises.  `readonly_error` is None if the kernel compiles for read-only inputs.
         compiled, readonly_error = _compile_readonly_or_writable(package.module, kernel.compile, nbtypes, signature)
-        if not self.maybe_written_names:  # row 2
+        if not self.maybe_written_inputs:  # row 2
             return compiled
         if readonly_error:  # row 3
             raise self._writable_only_error(readonly_error) from readonly_error
-        annotation = getattr(compiled, "type_annotation", None)
-        if annotation is None:  # the kernel is from Numba's cache, which has no types
-            uncached = type(kernel)(kernel.py_func, dict(kernel.targetoptions))
-            annotation = uncached.compile(_array_types(nbtypes, signature)).type_annotation
+        # Kernels from Numba's cache have no types.
+        annotation = getattr(compiled, "type_annotation", None) or (
+            _copy_dispatcher(kernel).compile(_array_types(nbtypes, signature)).type_annotation
+        )
         if statement := _find_store_to_readonly(annotation):  # row 4
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written_names, reason)
+            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written_inputs, reason)
         return compiled
 
     def _writable_only_error(self, readonly_error: Exception) -> TypeError:
@@ -5929,13 +5954,13 @@ class _CudaCompiler:
         title = f"Kernel {self.signature.label!r}"
         text = _error_text(readonly_error)
         if _is_store_to_readonly(readonly_error):
-            return _read_only_input_error(f"{title} writes", self.maybe_written_names, more=f"\n{text}")
+            return _read_only_input_error(f"{title} writes", self.maybe_written_inputs, more=f"\n{text}")
         more = (
             " If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
             f"Numba's error for read-only arrays:\n{text}"
         )
         reason = ": it compiles only for writable arrays"
-        return _read_only_input_error(f"{title} may write", self.maybe_written_names, reason, more)
+        return _read_only_input_error(f"{title} may write", self.maybe_written_inputs, reason, more)
 
     def _check_launch(self, ptx: str, entry: str) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
@@ -5957,6 +5982,11 @@ class _CudaCompiler:
             f"numba_cuda_kernel {self.signature.label!r} has {obstacle}. Launch the kernel in a Python function, and "
             "wrap it with numba_cuda_callable."
         )
+
+
+def _copy_dispatcher(kernel: Any, **more_options: Any) -> Any:
+    """Return a dispatcher of the same function and options, without explicit signatures, compiled code and a cache."""
+    return type(kernel)(kernel.py_func, dict(kernel.targetoptions, **more_options))
 
 
 # Functions of Numba CUDA that store to their first argument, even if it is read-only, besides those of `cuda.atomic`.
@@ -6064,7 +6094,7 @@ class _CudaEmitter(_Emitter):
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches and sets zeros, so a CUDA graph can replay all
 
-    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher) -> None:
+    def __init__(self, package: _CudaPackage, launcher: _CudaLauncher) -> None:
         self.package = package
         self.launcher = launcher
         self.libcuda = launcher.libcuda  # for `_HandlerBuilder`, which also sets new outputs to zeros with it
@@ -6095,17 +6125,32 @@ class _CudaEmitter(_Emitter):
 # exported programs use the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It
 # stays valid, because all machine code lives forever.
 
-# Finds the PTX of kernels for which the blocks along z cannot be slices.
-_PTX_MAY_DEPEND_ON_Z = re.compile(
-    r"""
-    %n?ctaid(?!\.[xy])[.\w]*  # z of the block or of the grid, also as a part of a vector
-    | %gridid  # the number of the launch
-    | %\w*cluster\w* | \.\w+cluster\b  # clusters of blocks, which may lie along z
-    | \.extern\s+\.func\s*(?:\([^)]*\)\s*)?  # an external function, which may read z, except for
-      (?!(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_)\w+  # these of CUDA and of Numba's runtime, which do not
-    """,
-    re.VERBOSE,
+
+class _BatchLaunchUnsupported(Exception):
+    """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
+
+
+def _fallback_reason(error: Exception) -> str:
+    """Return the text of an exception, of any type, because of which a batch has one launch per slice."""
+    return str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
+
+
+def _log_per_slice_fallback(title: str, reason: str) -> None:
+    """Log the reason, as one line of at most 1,000 characters."""
+    _LOG.debug("%s falls back to one launch per slice: %.1000s", title, " ".join(reason.split()))
+
+
+# If one of two patterns matches a kernel's PTX, the blocks along z cannot be slices.
+# This one matches `mov.u32 %r1, %ctaid.z;`, but not `mov.u32 %r1, %ctaid.x;`.
+_PTX_USES_Z = re.compile(
+    r"%n?ctaid(?!\.[xy])[.\w]*"  # z of the block or of the grid, also as a part of a vector
+    r"|%gridid"  # the number of the launch
+    r"|%\w*cluster\w*|\.\w+cluster\b"  # clusters of blocks, which may lie along z
 )
+# Functions of CUDA and of Numba's runtime do not read z.  Other external functions may read it.
+_FUNCTIONS_WITHOUT_Z = r"(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_"
+# Matches `.extern .func (.param .b32 r) add (.param .b64 x);`, but not `.extern .func (.param .b32 r) vprintf (...);`.
+_PTX_CALLS_EXTERNAL = re.compile(rf"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!{_FUNCTIONS_WITHOUT_Z})\w+")
 
 
 def _device_arrays_written_by(kernel: Any) -> list[str]:
@@ -6120,7 +6165,10 @@ def _device_arrays_written_by(kernel: Any) -> list[str]:
 
 
 class _BatchArgumentMap(_ArgumentMap):
-    """The argument map of a batch kernel.  Its adapter passes slice `blockIdx.z` of each buffer to the user's kernel.
+    """The argument map of a batch kernel.  Its adapter passes slice `blockIdx.z` of each buffer to the user's kernel:
+
+        scalar, or array of rank 1 or more    b0[z]
+        0-d array                             b0[z : z + 1].reshape(()), because b0[z] is a scalar
 
     `slice_ranks` is never None, so `is_identity_for` is False: a batch kernel always needs the adapter.
     """
@@ -6129,7 +6177,7 @@ class _BatchArgumentMap(_ArgumentMap):
         z = f"min(cuda.blockIdx.z, b{buffer}.shape[0] - 1)"  # 0 if all slices share the array
         if buffer in self.scalars or self.slice_ranks[buffer]:
             return f"b{buffer}[{z}]"
-        return f"b{buffer}[{z} : {z} + 1].reshape(())"  # a 0-d array, not a scalar
+        return f"b{buffer}[{z} : {z} + 1].reshape(())"
 
 
 class _CudaBatchEmitter(_CudaEmitter):
@@ -6139,7 +6187,7 @@ class _CudaBatchEmitter(_CudaEmitter):
     in a block, the code calls the loop with a launch per slice.
     """
 
-    def __init__(self, package: _GpuPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
+    def __init__(self, package: _CudaPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
         """Create an emitter.  `loop_per_slice` is the address of the inner loop that `_CudaEmitter` has written."""
         super().__init__(package, launcher)
         self.loop_per_slice = loop_per_slice
@@ -6149,7 +6197,7 @@ class _CudaBatchEmitter(_CudaEmitter):
         with ir.if_((config.grid_z > 1) | (config.threads_per_block > self.launcher.max_threads)):
             ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
-        with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
+        with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_YZ) as (arrays, n_slices):
             write_launch(self._store_params(ir, arrays), z=n_slices)
 
 
@@ -6159,11 +6207,11 @@ class _CudaBatchLaunch:
 
     The inner loop of the registered handler contains:
 
-        before `compile_once_and_explain`              one launch per slice (`_CudaEmitter`)
-        after it, if there is a batch kernel           one launch per 65,535 slices (`_CudaBatchEmitter`)
-        after it, if not                               one launch per slice
+        at first, and if there is no batch kernel      one launch per slice (`_CudaEmitter`)
+        after `_ensure_batch_kernel`                   one launch per 65,535 slices (`_CudaBatchEmitter`)
 
-    The thread that calls it replaces the inner loop, under `lock`.  XLA's threads may run calls at the same time.
+    Calls without a batch then also launch the batch kernel, for a batch of 1.  The inner loop is replaced under `lock`,
+    while XLA's threads may run calls.
     """
 
     compiler: _CudaCompiler  # of the kernel for one slice
@@ -6176,24 +6224,26 @@ class _CudaBatchLaunch:
     batch_handler: _CompiledHandler | None = None  # has the inner loop for batches, and keeps it alive
     max_threads: int = _CUDA_MAX_THREADS  # in a block of the batch kernel
 
-    def compile_once_and_explain(self, launch_attribute: Sequence[int]) -> str:
-        """Compile the batch kernel, unless it was done before or the launch uses z.
+    def reason_for_launch_per_slice(self, config: _LaunchConfig) -> str:
+        """Return why a batch with this launch has a launch per slice, or an empty text if one launch runs many slices.
 
-        Return the reason why a batch with this launch attribute has a launch per slice, or an empty text if it has one
-        launch per 65,535 slices.  In each call, the handler decides again (`_CudaBatchEmitter`).
+        Compile the batch kernel, unless the launch uses z.  The handler decides again in each call.
         """
-        config = _LaunchConfig(*launch_attribute)
         if config.grid_z > 1:
             return f"the slices would be the blocks along z, and the launch uses z: grid={config.grid}"
+        self._ensure_batch_kernel()
+        if not self.failure and config.threads_per_block > self.max_threads:
+            return f"a block of the batch kernel can have {self.max_threads} threads, and block={config.block}"
+        return self.failure
+
+    def _ensure_batch_kernel(self) -> None:
+        """Compile the batch kernel and replace the inner loop, unless this was tried before."""
         with self.lock:
             if not (self.batch_handler or self.failure):
                 try:
                     self._replace_inner_loop(self._compile_batch_kernel())
                 except Exception as error:
                     self.failure = _fallback_reason(error)
-        if config.threads_per_block > self.max_threads:
-            return f"a block of the batch kernel can have {self.max_threads} threads, and block={config.block}"
-        return self.failure
 
     def _compile_batch_kernel(self) -> _CudaLauncher:
         """Compile and load the batch kernel."""
@@ -6201,15 +6251,15 @@ class _CudaBatchLaunch:
         slice_ranks = compiler.signature.ranks
         if compiler.in_order:
             raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
-        if uses_z := _PTX_MAY_DEPEND_ON_Z.search(self.ptx):
-            raise _BatchLaunchUnsupported(f"the slices would be the blocks along z, and its PTX has {uses_z[0]}")
+        if found := _PTX_CALLS_EXTERNAL.search(self.ptx) or _PTX_USES_Z.search(self.ptx):
+            raise _BatchLaunchUnsupported(f"the slices would be the blocks along z, and its PTX has {found[0]}")
         if names := _device_arrays_written_by(compiler.kernel):
             raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
         batch_compiler = dataclasses.replace(
             compiler,
             argument_map=_BatchArgumentMap(**compiler.argument_map._asdict() | {"slice_ranks": slice_ranks}),
             signature=compiler.signature._replace(ranks=tuple(rank + 1 for rank in slice_ranks)),
-            maybe_written_names=[],  # the kernel for one slice has passed the check
+            maybe_written_inputs=[],  # the kernel for one slice has passed the check
         )
         launcher, _ = batch_compiler.compile_and_load()
         if _fingerprint(compiler.kernel) != self.fingerprint:  # checked last: compiling reads the captured values
@@ -6219,31 +6269,15 @@ class _CudaBatchLaunch:
     def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
         """Replace the inner loop of the registered handler by a loop that launches the batch kernel."""
         emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler_data.inner_loop)
-        # Of this handler, only the inner loop is used.  Handlers have the signature of a slice (see the example above).
+        # The launcher takes arrays of rank + 1, but handlers have the signature of a slice (see the header of 9.6).  Of
+        # this handler, only the inner loop is used.
         self.batch_handler = _build_handler(self.compiler.signature, emitter)
         # Concurrent calls load this aligned word.  Both the old and the new value are valid.
         self.handler_data.inner_loop = self.batch_handler.data.inner_loop
         self.max_threads = launcher.max_threads
 
 
-class _BatchLaunchUnsupported(Exception):
-    """Raised if a batch on a GPU needs one launch per slice.  The message is the reason."""
-
-
-def _fallback_reason(error: Exception) -> str:
-    """Return the text of an exception, of any type, because of which a batch has one launch per slice."""
-    return str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
-
-
-def _log_per_slice_fallback(title: str, reason: str) -> None:
-    one_line = " ".join(reason.split())
-    _LOG.debug("%s falls back to one launch per slice: %.1000s", title, one_line)  # at most 1,000 characters
-
-
 # -- 9.7 Numba's simulator -----------------------------------------------------------------------------
-
-# While the simulator runs a kernel, it replaces globals of the kernel's module, such as `cuda`.
-_CUDASIM_LOCK: threading.RLock = _PROCESS_STATE.setdefault("cudasim_lock", threading.RLock())
 
 
 class _CudaSimulator:
@@ -6261,10 +6295,11 @@ class _CudaSimulator:
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
-        # The simulator replaces `cuda` only in the globals of the function that it launches.  That is a copy of
-        # `call_adapter`, so give the copy the globals of the user's module.
-        user_globals = kernel.py_func.__globals__
-        simulated = cuda.jit(types.FunctionType(call_adapter.__code__, user_globals, closure=call_adapter.__closure__))
+        # The simulator replaces names that are bound to the module `numba.cuda`, in the globals of the function that it
+        # runs.  The adapter has other globals than the user's kernel, so run a function that has the kernel's globals.
+        simulated = cuda.jit(
+            types.FunctionType(call_adapter.__code__, kernel.py_func.__globals__, closure=call_adapter.__closure__)
+        )
 
         def run(arrays: list, stream: Any, launch_address: int) -> None:
             config = _read_launch_config(launch_address)
@@ -6273,7 +6308,7 @@ class _CudaSimulator:
         return _build_handler(signature, self.callback_emitter(signature, run, signature.unaliased_inputs))
 
     def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run` for each slice.  See `_GpuPackage.callback_emitter`."""
+        """Return an emitter that calls `run` for each slice.  See `_CudaPackage.callback_emitter`."""
         from numba import cuda
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
@@ -6297,12 +6332,6 @@ class _CudaSimulator:
 
 
 _CUDA_SIMULATOR = _CudaSimulator()
-
-
-def _uses_cudasim() -> bool:
-    """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
-    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
 
 
 # ======================================================================================================
@@ -7291,7 +7320,7 @@ class _WarpCudaEmitter(_WarpEmitter):
         params = self.copy_parameters(ir, frame, first_word=_CUDA_LAUNCH_WORDS)  # they follow the `_LaunchConfig`
         write_launch = self.launcher.write_launch_setup(ir, frame)
         if self.is_batch_launch:
-            with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_Z) as (arrays, n_slices):
+            with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_YZ) as (arrays, n_slices):
                 self.replace_placeholders(ir, params, arrays, buffers)
                 write_launch(params, z=n_slices)
             return
