@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
@@ -124,6 +125,7 @@ class Condition(typing.NamedTuple):
 NO_GPU = "JAX has no GPU here"
 CONDITIONS = {  # the arguments of the mark `needs`
     "numba": Condition(tested=True),  # met where the tests run, because they import Numba and JAX
+    # "cuda": kernels run; "cuda decorates": @cuda.jit works; "cuda installed": a package compiles for GPUs
     "cuda": Condition(runs_cuda, f"{NO_GPU}, or nothing compiles for it", tested=True, on_gpu=True),
     "warp": Condition(runs_warp_on_cpu, "Warp has no compiler for CPUs here", "warp", tested=True),
     "warp_gpu": Condition(gpu, NO_GPU, "warp", tested=True, on_gpu=True),
@@ -137,8 +139,8 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "warp 1.19": Condition(lambda: hasattr(warp(), "ref"), "older Warp", "warp"),
     "numba-cuda": Condition(installed("numba_cuda"), "numba-cuda is not installed"),
     "numba-cuda-mlir": Condition(installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
-    "cuda.jit": Condition(cuda_module, "no package provides numba.cuda"),
-    "cuda package": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no Numba CUDA", tested=True),
+    "cuda decorates": Condition(cuda_module, "no package provides numba.cuda"),
+    "cuda installed": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no package", tested=True),
     "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
     "jax 0.11.2": Condition(jax.__version_info__ >= (0, 11, 2), "older XLA drops the barrier before it removes copies"),
     "numba 0.64": Condition(
@@ -154,7 +156,6 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "brainevent": Condition(installed("brainevent"), "brainevent is not installed", tested=True),
     "scipy": Condition(package="scipy", tested=True),
     "float128": Condition(hasattr(numpy, "float128"), "NumPy's long double has another size here"),
-    "tbb": Condition(lambda: "tbb" in distributions(), "tbb is not installed"),
 }
 TESTED = [name for name, condition in CONDITIONS.items() if condition.tested]
 
@@ -326,7 +327,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if hasattr(config, "workerinput"):  # a worker of xdist, which ran some of the tests
         return
     outcomes = {}
-    for outcome in ("passed", "failed", "error", "skipped"):
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed"):
         for report in terminalreporter.stats.get(outcome, []):
             reason = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else ""
             outcomes[report.nodeid.partition("::")[2]] = reason or outcome
@@ -489,7 +490,6 @@ class FakeFunction(typing.NamedTuple):
     """A CUfunction of FakeWarp, which runs on the CPU."""
 
     launch: typing.Any  # a recorded `wp.Launch` for the CPU
-    cpu_hooks: typing.Any  # the functions of its CPU code, which `launch.hooks` had
     ordinal: int  # of the device
 
 
@@ -551,9 +551,10 @@ class FakeWarp(FakeXlaGpu):
         """Record a launch, as `wp.launch(..., record_cmd=True)` does, with a fake CUfunction if it is for a GPU."""
         if device == "cpu":
             return self.record_on_cpu(kernel, *args, device=device, block_dim=block_dim, **options)
-        launch = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
+        launch_on_cpu = self.record_on_cpu(kernel, *args, device="cpu", block_dim=1, **options)
         number = next(self.numbers)
-        self.functions[number] = FakeFunction(launch, launch.hooks, int(device.removeprefix("cuda:")))
+        self.functions[number] = FakeFunction(launch_on_cpu, int(device.removeprefix("cuda:")))
+        launch = copy.copy(launch_on_cpu)  # for the library, with the hooks and the device of a GPU
         forward = backward = ctypes.c_void_p(number)
         shared_memory = block_dim + 1  # any number that the handler must pass on
         launch.hooks = type(launch.hooks)(forward, backward, shared_memory, shared_memory)
@@ -563,11 +564,10 @@ class FakeWarp(FakeXlaGpu):
     def launch(self, number, gx, gy, gz, bx, by, bz, shared_memory, stream, params, extra):
         """Stand in for `cuLaunchKernel`."""
         with self.lock:
-            launch, cpu_hooks, ordinal = self.functions[number]
+            launch, ordinal = self.functions[number]
             self.launches.append(((gx, gy, gz), (bx, by, bz), shared_memory, stream, ordinal))
             for param, passed in zip(launch.params, params):
                 ctypes.memmove(ctypes.addressof(param), passed, ctypes.sizeof(param))
-            launch.device, launch.hooks = warp().get_device("cpu"), cpu_hooks
             for z in range(gz):
                 self.block_index_z.value = z
                 launch.launch()

@@ -101,9 +101,9 @@ cuda = conftest.cuda_module()
 # These classes are namespaces: they have no instances, and their functions take no `self`.
 #
 # `unsupported` lists what cannot run, with the technical reason.  The fields `transformations` and `dtypes` select the
-# cells of an operation and of a backend, so that no two cells test the same code.
+# cells of an operation and of a backend, so that few cells test the same code (see `has_cell`).
 #
-# To add an elementwise operation, write a class.  It runs on all backends and under all transformations:
+# To add an elementwise operation, write a class above OPERATIONS.  It has cells of all backends and transformations:
 #
 #     class Scale(Operation):
 #         name = "scale"
@@ -121,6 +121,8 @@ cuda = conftest.cuda_module()
 # To add a backend of an existing language, add a row to BACKENDS, for example
 #
 #     "numba_fastmath": Backend(Numba, needs="numba", decorator_options={"fastmath": True}),
+#
+# Its cells in Numba's CUDA simulator are those that `runs_in_simulator` selects.
 #
 # To add a transformation, write a function in `Forward` or `Derivatives`.  For a new language, write a subclass of
 # `Language`.
@@ -226,17 +228,21 @@ def another_process():
     return pool
 
 
-def run_exported_elsewhere(call, *inputs):
-    """Export a picklable call, and run the exported program in another process."""
+def run_exported_elsewhere(call, *inputs, traced=None):
+    """Export a picklable call, and run the program in another process, which registers the targets by a trace.
+
+    By default, that process traces the same call.
+    """
     exported = export_call(call, *inputs)
     needs = ["gpu"] * (default_platform() == "gpu")
-    return another_process().submit(load_and_run, needs, jax.config.jax_enable_x64, exported, call, inputs).result()
+    run = partial(load_and_run, needs, jax.config.jax_enable_x64, exported, traced or call)
+    return another_process().submit(run, inputs).result()
 
 
-def load_and_run(needs, is_x64, exported, call, inputs):
-    """Run an exported program in a process where the call has been traced, too."""
+def load_and_run(needs, is_x64, exported, traced, inputs):
+    """Trace a call, and run an exported program."""
     with conftest.computing_for(needs), x64(is_x64):
-        jax.jit(call).lower(*inputs)
+        jax.jit(traced).lower(*inputs)
         return jax.tree.map(np.asarray, load_exported(exported)(*inputs))
 
 
@@ -393,7 +399,7 @@ class Operation:
     """
 
     name = ""
-    dtypes = ("float32",)  # of the outputs: the first has cells under all `transformations`, the others in DTYPE_SWEEP
+    dtypes = ("float32",)  # of the outputs (see `has_cell`)
     shapes = ()  # of the inputs
     params = {}  # static parameters of the call
     options = {}  # of the wrappers
@@ -431,7 +437,7 @@ class Add(Operation):
 
 
 class Hadamard(Operation):
-    """Two axes and a constant.  The rules for derivatives call the op."""
+    """Twice the Hadamard product: two axes and a constant.  The rules for derivatives call the op."""
 
     name = "hadamard"
     dtypes = ("float32", "float64")
@@ -750,7 +756,7 @@ class Backend:
     wrap: Callable | None = None  # instead of the language's
     unsupported: dict = dataclasses.field(default_factory=dict)  # transformation: the technical reason
     transformations: tuple = tuple(TRANSFORMATIONS)  # that have cells; another backend of the language has the others
-    swept_dtypes: tuple = tuple(DTYPES)  # that have cells in DTYPE_SWEEP, beside the first dtype of each operation
+    swept_dtypes: tuple = tuple(DTYPES)  # those in DTYPE_SWEEP that have cells (see `has_cell`)
 
 
 NO_DERIVATIVES = dict.fromkeys(DERIVATIVES, "a wrapper outside of an op has no derivatives")
@@ -760,7 +766,7 @@ JAX_CODE = {  # under the other transformations, the library only calls the func
     "transformations": ("eager", "vmap", "vmap_empty", "grad"), "swept_dtypes": tuple(Numba.unsupported)
 }  # fmt: skip
 
-BACKENDS = {
+BACKENDS = {  # `numba` and other short names are kernels of an op; `numba_kernel` and the like are wrappers
     "numba": Backend(Numba, needs="numba"),
     "numba_parallel": Backend(
         Numba, needs="numba", decorator_options={"parallel": True}, transformations=all_but(FORWARD, "export"),
@@ -797,7 +803,7 @@ def op_on_backend(operation, backend_name):
     """Return an op that has the kernel of this backend, and raises on all other backends and by default."""
     op = xk.XLACustomKernel(operation.name)
     for platform in ("cpu", "gpu"):
-        for other in ("the first, and so the default", *BACKENDS):
+        for other in ("default", *BACKENDS):  # the first backend is the default of the op
             op.def_kernel(other, platform, raise_not_called)
     platform = conftest.platform_of([BACKENDS[backend_name].needs])
     op.def_kernel(backend_name, platform, partial(generate, operation, backend_name))
@@ -827,7 +833,7 @@ def call_backend(operation, backend_name, dtype, *inputs):
 
 # -- the cells -----------------------------------------------------------------------------------------
 
-DTYPE_SWEEP = {  # transformation: the dtypes that it runs with, beside the first of the operation
+DTYPE_SWEEP = {  # transformation: the dtypes that it runs with (see `has_cell`)
     "eager": tuple(DTYPES),
     "vmap": tuple(DTYPES),
     "jvp": ("float32", "float64"),
@@ -847,7 +853,11 @@ def why_unsupported(operation, backend_name, transformation, dtype):
 
 
 def has_cell(operation, backend_name, transformation, dtype):
-    """Return whether a combination can run, and no other cell tests the same code."""
+    """Return whether a combination can run, and adds to the other cells.
+
+    The first dtype of an operation has cells under all its transformations.  Its other dtypes have cells only under
+    the transformations of DTYPE_SWEEP, on the backends that have them in `swept_dtypes`.
+    """
     backend = BACKENDS[backend_name]
     if why_unsupported(operation, backend_name, transformation, dtype):
         return False
@@ -922,11 +932,20 @@ def test_cells_have_known_names_and_cover_each_language():
 #     check_close(call(ONES), [2, 0, 0, 0])
 #
 # Most kernels are strings, in tables.  The library analyzes the compiled code of a Numba kernel, not its source, so a
-# kernel from a string is checked like any other.
+# kernel from a string is checked like any other.  These functions create kernels:
+#
+#     kernel_from_body       a function with this body, and by default the parameters `x, out`
+#     kernel_storing         a function that stores an expression to out[0]
+#     njit_from_body         the same as kernel_from_body, with @njit
+#     new_cuda_kernel        the same with @cuda.jit, and compiled again for each test
+#     callable_from_body     a function of `x, out, stream` for `numba_cuda_callable`
+#     warp_kernel_from_body  a kernel with @wp.kernel; `warp_kernels_from` creates many in one module
+#
+# These wrap one: `wrap` (Numba), `wrap_cuda` and `new_cuda_wrapper` (a new kernel), and `warp_product`.
 
 needs_four_devices = pytest.mark.needs("four devices")
 needs_cuda = pytest.mark.needs("cuda")  # a GPU, or Numba's simulator
-needs_warp = pytest.mark.needs("warp")
+needs_warp, needs_warp_gpu = pytest.mark.needs("warp"), pytest.mark.needs("warp_gpu")
 needs_fake_warp_gpu = pytest.mark.needs("warp", "no gpu")  # a real GPU runs the same tests as `warp_gpu`
 
 
@@ -972,6 +991,7 @@ def function_from(source, *, name="kernel", **values):
 
 
 def kernel_from_body(code, parameters="x, out", **values):
+    """Return a function with this body, and with `values` as globals."""
     return function_from(f"def kernel({parameters}):\n{textwrap.indent(code, '    ')}", **values)
 
 
@@ -1096,7 +1116,8 @@ def run_python(*args, cwd=ROOT, timeout=900, **environment):
 def run_in_new_process(*functions, **environment):
     """Run functions of this file as tests, one after another, in a new process.
 
-    pytest shows the values in a failed assertion.  It loads no plugins from conftest.py, which create JAX's backends.
+    pytest shows the values in a failed assertion.  It has no fixtures and hooks of conftest.py, which create JAX's
+    backends and record the calls of the GPU's driver.
     """
     names = [function.__name__ for function in functions]
     options = ["-qs", "-n", "0", "-p", "no:cacheprovider", "--noconftest", "-o", f"python_functions={' '.join(names)}"]
@@ -1119,7 +1140,7 @@ def result_of(kernel, x=ONES):
     return float(wrap(kernel)(x).ravel()[0])
 
 
-def test_kernels_with_attributes_share_no_target():
+def test_defaults_of_wrapped_kernel_distinguish_kernels():
     """Numba reads the signature of a kernel, with its defaults, from the function in `__wrapped__`."""
     plain, wrapping = [kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=3") for _ in range(2)]
     wrapping.__wrapped__ = kernel_from_body("out[0] = n * x[0] + 0.125", "x, out, n=4")
@@ -1227,12 +1248,13 @@ def test_captured_values_may_refer_to_each_other():
 
 
 def test_failed_allocation_of_lock_raises(monkeypatch):
+    name = new_name("lock")
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CFUNCTYPE", lambda *types: lambda function: lambda: None)
         with pytest.raises(MemoryError, match="lock for machine code"):
-            xk._native_lock_address("a lock of this test")
-    address = xk._native_lock_address("a lock of this test")
-    assert address and xk._native_lock_address("a lock of this test") == address
+            xk._native_lock_address(name)
+    address = xk._native_lock_address(name)
+    assert address and xk._native_lock_address(name) == address
 
 
 OP_OF_THIS_MODULE = xk.XLACustomKernel("another name than the variable")
@@ -1356,36 +1378,45 @@ def test_empty_batch_traced_with_x64_may_be_lowered_without():
 
 @functools.cache
 def slow_kernel():
-    """Return a kernel that sleeps, and reports its thread.  A second run changes its result."""
+    """Return a kernel that reports the time and its thread, and sleeps.  A second run changes its result."""
     functions = {
+        "clock": numba.types.ExternalFunction("clock", numba.types.int64()),
         "usleep": numba.types.ExternalFunction("usleep", numba.types.int32(numba.types.uint32)),
         "pthread_self": numba.types.ExternalFunction("pthread_self", numba.types.uint64()),
     }
     # A sleeping thread leaves its core to the others, so that these claim slices on a busy machine, too.
-    return kernel_from_body("usleep(us); x[0] = 2 * x[0] + 1; thread[0] = pthread_self()", "us, x, thread", **functions)
+    code = "time[0] = clock(); usleep(20_000); x[0] = 2 * x[0] + 1; thread[0] = pthread_self()"
+    return kernel_from_body(code, "x, time, thread", **functions)
 
 
-def run_slow_batch(slice_ms=1, **options):
-    """Run a batch of 64 slices, check the results, and return the number of threads that ran them."""
-    outs = spec(1, dtype="float64"), spec(1, dtype="uint64")
-    call = wrap(slow_kernel(), outs, in_out_argnames=["x"], scalars=["us"], **options)
-    x = np.arange(64.0).reshape(2, 32, 1)
+def run_slow_batch(**options):
+    """Run a batch of 40 slices, which take 0.8 s on one thread, and check the results.
+
+    Return the number of threads that ran the slices, and the times of their starts.
+    """
+    outs = spec(1, dtype="float64"), spec(1, dtype="int64"), spec(1, dtype="uint64")
+    call = wrap(slow_kernel(), outs, in_out_argnames=["x"], **options)
+    x = np.arange(40.0).reshape(2, 20, 1)
     with x64(True):
-        results, threads = jax.jit(jax.vmap(jax.vmap(partial(call, 1000 * slice_ms))))(x)
+        results, times, threads = jax.jit(jax.vmap(jax.vmap(call)))(x)
     np.testing.assert_array_equal(results, 2 * x + 1)
-    return len(np.unique(threads))
+    return len(np.unique(threads)), times.ravel().tolist()
 
 
 @pytest.mark.needs("cores")
-def test_vmap_slices_parallel_unless_sequential():
-    assert run_slow_batch(slice_ms=20) > 1  # a second thread has a second to claim a slice
-    assert run_slow_batch(vmap_method="sequential") == 1
-    assert run_slow_batch(vmap_method="sequential_unrolled") == 1
+@pytest.mark.parametrize("method", [None, "sequential", "sequential_unrolled"])
+def test_vmap_slices_parallel_unless_sequential(method):
+    n_threads, times = run_slow_batch(vmap_method=method)
+    if method is None:
+        assert n_threads > 1
+    else:
+        assert n_threads == 1 and times == sorted(times) and times[0] < times[-1]
 
 
 @pytest.mark.needs("cores")
 @pytest.mark.parametrize("function", ["PyMem_RawMalloc", "PyThread_allocate_lock"])
 def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
+    """The scheduler is compiled with 0 for the results of this function: the allocation fails."""
     replaced = []
 
     class OutOfMemory(xk._BatchScheduler):
@@ -1399,13 +1430,16 @@ def test_batch_runs_on_one_thread_if_allocation_fails(function, monkeypatch):
     assert replaced
     monkeypatch.setattr(xk, "_scheduler_engine", lambda: scheduler)
     name = new_name(f"without_{function}")  # a new target, because those of other tests have another scheduler
-    assert run_slow_batch(name=name) == 1
+    n_threads, _ = run_slow_batch(name=name)
+    assert n_threads == 1
 
 
 # -- calling conventions -------------------------------------------------------------------------------
 
 
-def test_custom_vjp_binds_arguments_by_the_signature_of_a_wrapper():
+def test_arguments_bind_by_the_signature_of_a_wrapper():
+    """So does `jax.custom_vjp`."""
+    check_close(jax.jit(wrap(scale_n, scalars=True))(ONES, alpha=1.5, n=2), [1.5, 1.5, 0, 0])
     assert repr(add_one) == "<numba_kernel add_one>" and inspect.isfunction(add_one.__wrapped__)
     for outs, signature in ((like_first, "(*args)"), (identity, "(x)"), (spec(3), "(*args)")):
         call = wrap(add_one.__wrapped__, outs)
@@ -1435,6 +1469,10 @@ def first_and_rest(x):
     return x[0], (x[1:], x[2])
 
 
+def larger(x, y):
+    return x if x[0] > y[0] else y
+
+
 def scale_n(x, n, alpha, out):
     out[:] = 0
     out[:n] = alpha * x[:n]
@@ -1461,6 +1499,9 @@ CONVENTIONS = {
     "returns a scalar": Convention(
         lambda x: x.argmax(), spec(dtype=np.int32), lambda x: np.int32(x.argmax()), [TWO_ROWS]),
     "returns another layout": Convention(lambda x: x.T, spec(3, 1), np.transpose, [TWO_ROWS[:, None]]),
+    "returns a view": Convention(lambda x: x[::-1], like_first, np.flip, [TWO_ROWS]),
+    "returns a new array": Convention(lambda x, y: x * y[1], like_first, lambda x, y: x * y[1], [TWO_ROWS, -TWO_ROWS]),
+    "returns one of its inputs": Convention(larger, like_first, larger, [TWO_ROWS, TWO_ROWS[::-1]]),
     "returns a tuple": Convention(
         first_and_rest, (spec(), (spec(2), spec())), first_and_rest, [TWO_ROWS], {"scratch": ()}),
     "returns a NamedTuple": Convention(
@@ -1513,11 +1554,6 @@ def test_calling_convention_alone_and_under_vmap(convention):
     expected = of_each_slice(in_python)
     check_close(of_each_slice(wrapper), expected, 1e-6)
     check_close(jax.vmap(wrapper)(*inputs), expected, 1e-6)
-
-
-def test_inputs_passed_by_name_in_any_order():
-    scale = jax.jit(wrap(scale_n, scalars=True))
-    check_close(scale(ONES, alpha=1.5, n=2), [1.5, 1.5, 0, 0])
 
 
 @pytest.mark.parametrize("is_enabled", [False, True], ids=["32 bits", "x64"])
@@ -1721,16 +1757,6 @@ def test_correct_kernel_matches_numpy(code):
     np.testing.assert_allclose(jax.vmap(wrap(kernel))(np.stack([x, x])), [expected] * 2, rtol=1e-6)
 
 
-@pytest.mark.parametrize("expression", [
-    pytest.param("2 * x", id="new array"), pytest.param("x[::-1]", id="view of an input"),
-    pytest.param("x if x[0] > y[0] else y", id="branch"), pytest.param("x * y[1]", id="two inputs"),
-])  # fmt: skip
-def test_returned_expression_matches_numpy(expression):
-    kernel = njit_from_body(f"return {expression}", "x, y")
-    x = np.float32(UNSORTED)
-    np.testing.assert_allclose(wrap(kernel)(x, x[::-1]), kernel.py_func(x, x[::-1]), rtol=1e-6)
-
-
 NEVER_STORES = {  # parameters, body, the fix in the message, options
     "output": ("x, out", "out = x + 1", "`out[:] = ...`.*the output then consists of zeros.", {}),
     "read output": ("x, out", "for i in range(x.size): y = x[i] + out[i]", "`out[:] = ...`", {}),
@@ -1856,9 +1882,9 @@ def test_input_is_copied_only_if_the_kernel_may_store_to_it(statement, copied, c
 def call_with_dirty_outputs(wrapper, batch, operands, n_outs=1):
     """Call a handler with outputs that hold sevens when it starts.
 
-    The kernel has an input for each output, which it does not use.  For example, for `kernel(unused, x, out)`, this
-    function calls the target with sevens for `unused`, and tells XLA that `out` shares the memory of `unused`.  The
-    wrapper has no such alias, so its handler must overwrite the sevens with zeros.
+    The first inputs of the kernel, which it does not use, are the memory of its outputs.  For example, for
+    `kernel(sevens, x, out)`, this function tells XLA that `out` shares the memory of `sevens`.  The wrapper has no such
+    alias, so its handler must overwrite the sevens with zeros.
     """
     sevens = [jnp.full_like(operands[0], 7)] * n_outs
     specs = [spec(*x.shape[len(batch) :]) for x in (*sevens, *operands)]
@@ -1894,7 +1920,7 @@ DIRTY_BATCHES = {  # batch dimensions, size of a slice, options
 ])  # fmt: skip
 def test_outputs_start_from_zeros_in_each_slice(body, case):
     code, (batch, size, options) = READS_OUTPUT[body], DIRTY_BATCHES[case]
-    wrapper = wrap(kernel_from_body(code, "unused, x, out"), **options)
+    wrapper = wrap(kernel_from_body(code, "sevens, x, out"), **options)
     x = np.random.default_rng(0).normal(size=(*batch, size)).astype(np.float32)
     expected = np.zeros_like(x)
     for index in np.ndindex(batch):
@@ -1908,7 +1934,7 @@ BATCHES = pytest.mark.parametrize("batch", [(), (3, 2)], ids=["no batch", "neste
 
 @BATCHES
 def test_zero_outputs_false_leaves_outputs_uninitialized(batch):
-    kernel = kernel_from_body("out[0] = x[0]", "unused, x, out")
+    kernel = kernel_from_body("out[0] = x[0]", "sevens, x, out")
     x = np.ones((*batch, 3), np.float32)
     for zero_outputs, rest in ((None, 0), (True, 0), (False, 7)):
         wrapper = wrap(kernel, zero_outputs=zero_outputs)
@@ -1920,7 +1946,7 @@ def test_zero_outputs_false_leaves_outputs_uninitialized(batch):
 @BATCHES
 def test_scratch_and_0d_outputs_start_from_zeros(batch):
     body = "scratch[()] += x[()]; out[()] += 2 * scratch[()]"
-    kernel = kernel_from_body(body, "unused, unused_too, x, out, scratch")
+    kernel = kernel_from_body(body, "sevens, sevens_too, x, out, scratch")
     x = uniform(*batch)
     wrapper = wrap(kernel, spec(), scratch=spec())
     results = call_with_dirty_outputs(wrapper, batch, [x], n_outs=2)
@@ -2025,9 +2051,13 @@ def test_inplace_update_adds_no_copy_in_loop(program, add_1):
     assert all(copies_of_state(lambda v: jax.lax.fori_loop(0, 9, lambda i, _: add_1_at(v, i), v)))
 
 
+@pytest.mark.parametrize("wrapper", [
+    wrap, *[pytest.param(lambda **options: xk.warp_kernel(warp_kernels().add_up, like_first, **options), marks=marks)
+            for marks in (needs_warp, needs_warp_gpu)],
+], ids=["numba", "warp", "warp_gpu"])  # fmt: skip
 @pytest.mark.parametrize("has_side_effect", [True, False], ids=["side effect", "pure"])
-def test_side_effect_keeps_unused_and_equal_calls(has_side_effect):
-    call = wrap(has_side_effect=has_side_effect)
+def test_side_effect_keeps_unused_and_equal_calls(has_side_effect, wrapper):
+    call = wrapper(has_side_effect=has_side_effect)
 
     def twice_in_a_scan(x):
         return jax.lax.scan(lambda carry, _: (2 * carry, (call(carry), call(carry))), x, None, length=3)[0]
@@ -2148,7 +2178,7 @@ def test_target_names_do_not_depend_on_creation_order():
 def test_exported_kernel_is_found_by_name_in_another_process():
     mine = wrap(name="mine")
     elsewhere = another_process().submit(load_beside_other_kernel, export_call(mine, SPEC_4))
-    np.testing.assert_array_equal(elsewhere.result(), 3 * ONES)
+    np.testing.assert_array_equal(elsewhere.result(), 3 * ONES)  # by the kernel of that process, which adds 2
     for dtype in (np.float32, np.int32):  # one kernel for each signature
         np.testing.assert_array_equal(mine(np.ones(3, dtype)), [2, 2, 2])
 
@@ -2194,7 +2224,7 @@ def test_redefined_kernel_keeps_its_name_if_unchanged():
 # ======================================================================================================
 # Numba CUDA.  The names of tests say where they run:
 #
-#     test_cuda_              anywhere
+#     test_cuda_              in any process, under the conditions of its marks
 #     test_fakecuda_          with a fake driver, in the process of test_cuda_fake_driver
 #     test_fakecuda_or_gpu_   with the fake driver, and on a GPU
 #     test_on_cuda_           with Numba's simulator, in the process of test_cuda_simulator, and on a GPU
@@ -2239,7 +2269,7 @@ def check_all_passed(outcomes, prefix, parameter="", skips_for=()):
 
 
 @pytest.mark.processes
-@pytest.mark.needs("linux", "outside simulator", "outside fake driver", "no gpu", "gcc", "cuda package")
+@pytest.mark.needs("linux", "outside simulator", "outside fake driver", "no gpu", "gcc", "cuda installed")
 def test_cuda_fake_driver(tmp_path):
     """Run the tests that need the fake driver, with the packages that are installed."""
     flags = "-shared -fPIC -w -Wl,-soname,libcuda.so.1 -o libcuda.so.1".split()
@@ -2293,17 +2323,8 @@ def cuda_add(x, y, out):
         out[i] = x[i] + y[i]
 
 
-cuda_jit = cuda.jit if cuda else identity
+cuda_jit = cuda.jit if cuda else identity  # without a package, tests are only collected
 cuda_helper = cuda.jit(device=True) if cuda else identity
-
-
-def cuda_kernel_from_body(code):
-    return cuda_jit(kernel_from_body(code))
-
-
-def cuda_kernel_of_element(statement):
-    """Return a kernel that executes a statement for each index `i` of `out`."""
-    return cuda_kernel_from_body(f"i = cuda.grid(1)\nif i < out.size: {statement}")
 
 
 # -- the packages that compile CUDA kernels ------------------------------------------------------------
@@ -2328,15 +2349,31 @@ def new_cuda_kernel(package_cuda, parameters, body="cuda.grid(1)", *, names={}, 
 ONE_THREAD = {"grid": 1, "block": 1}
 
 
+def new_cuda_wrapper(package_cuda, parameters="x, out", body="cuda.grid(1)", **options):
+    """Wrap a kernel that no other test has compiled.  By default it has one thread, and stores nothing."""
+    options = {"outs": like_first, "zero_outputs": True, **ONE_THREAD, **options}
+    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters, body), **options)
+
+
 def wrap_cuda(kernel, **options):
     """Wrap a kernel for arrays of seven elements."""
     return xk.numba_cuda_kernel(kernel, **{"outs": like_first, "launch_dims": 7, "threads_per_block": 8, **options})
 
 
+def trace_cuda(kernel=None, outs=SPEC_4, **options):
+    """Trace a call of a CUDA kernel.  This compiles nothing, so it needs no GPU."""
+    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(add_one.__wrapped__), outs, **options), SPEC_4)
+
+
+def callable_from_body(body, **values):
+    """Return a callable that references `cuda`, because the library finds the package of a callable by its globals."""
+    return kernel_from_body(f"cuda\n{body}", "x, out, stream", cuda=cuda, **values)
+
+
 # -- calls without a GPU ---------------------------------------------------------------------------------
 
 
-@pytest.mark.needs("cuda.jit", "outside simulator")
+@pytest.mark.needs("cuda decorates", "outside simulator")
 def test_cuda_empty_launch_adds_no_custom_call():
     """XLA cannot capture an empty launch in a CUDA graph."""
     options = {"launch_dims": lambda x: x.size - 3, "input_output_aliases": {0: 1}, "zero_outputs": False}
@@ -2347,17 +2384,12 @@ def test_cuda_empty_launch_adds_no_custom_call():
     check_close(run_for_cuda(call, jnp.arange(3.0)), ([0, 0, 0], [0, 1, 2]))
 
 
-@pytest.mark.needs("no gpu", "cuda.jit", "outside simulator")
+@pytest.mark.needs("no gpu", "cuda decorates", "outside simulator")
 def test_cuda_kernel_without_gpu_is_rejected():
     call = wrap_cuda(cuda.jit(cuda_add))
     for f in (call, call, jax.jit(call)):  # the second call does not use the result of a failed first one
         with pytest.raises(NotImplementedError, match=r"'cuda_add' .*NUMBA_ENABLE_CUDASIM=1.*numba_kernel"):
             f(ONES, ONES)
-
-
-def trace_cuda(kernel=None, outs=SPEC_4, **options):
-    """Trace a call of a CUDA kernel.  This compiles nothing, so it needs no GPU."""
-    return jax.eval_shape(xk.numba_cuda_kernel(kernel or cuda.jit(add_one.__wrapped__), outs, **options), SPEC_4)
 
 
 # -- CUDA kernels that write to inputs, or never store to outputs -----------------------------------------
@@ -2384,15 +2416,11 @@ def shuffle(a, i):
 TUPLE_OF_HELPERS = (increment,)
 
 
-def wrap_one_thread(code, **options):
-    return xk.numba_cuda_kernel(cuda_kernel_from_body(code), like_first, **ONE_THREAD, **options)
-
-
 def run_one_thread(code):
     """Return the output of a kernel, and check that its input has not changed."""
     x = jnp.array(UNSORTED)
     try:
-        return jax.block_until_ready(wrap_one_thread(code, zero_outputs=True)(x))
+        return jax.block_until_ready(new_cuda_wrapper(cuda, body=code)(x))
     finally:
         assert x.tolist() == UNSORTED
 
@@ -2405,23 +2433,19 @@ CUDA_WRITES_TO_INPUT = {  # in ways that Numba CUDA does not reject
     "tuple": "pair = (x,) + (out,)\ncuda.atomic.add(pair[0], 0, 1)",
     "loop": "for _ in range(2):\n    cuda.atomic.add(out, 0, 1)\n    out = x",
 }  # fmt: skip
-not_compiled_by_successor = pytest.mark.xfail(
-    is_successor(cuda), reason="numba-cuda-mlir 0.6 reports star args as unsupported, and `flat` as a compiler bug"
-)
 
 
 @needs_cuda
-@pytest.mark.parametrize("code", [
-    pytest.param(code, marks=[not_compiled_by_successor] * (name in ("star args", "flat")), id=name)
-    for name, code in CUDA_WRITES_TO_INPUT.items()
-])  # fmt: skip
-def test_on_cuda_write_to_input_raises(code):
-    """The simulator raises NumPy's error for read-only arrays."""
+@pytest.mark.parametrize("name", CUDA_WRITES_TO_INPUT)
+def test_on_cuda_write_to_input_raises(name):
+    """The simulator raises NumPy's error for read-only arrays.  numba-cuda-mlir 0.6 cannot compile two kernels."""
     text = r"(?s)(writes|may write) to input 'x'.*in_out_argnames"
     if conftest.SIMULATOR:
         text = "(destination|array) is read-only"
+    elif is_successor(cuda) and name in ("star args", "flat"):
+        text = "(?s)cannot compile kernel.*(args is unsupported|compiler bug)"
     with pytest.raises((TypeError, *RUNTIME_ERRORS), match=text):
-        run_one_thread(code)
+        run_one_thread(CUDA_WRITES_TO_INPUT[name])
 
 
 CUDA_CORRECT = {  # a body, and the element that it stores to `out` if the first element of `x` is 3
@@ -2443,17 +2467,17 @@ def test_on_cuda_correct_kernel_stores_expected_element(code, stored):
     check_close(run_one_thread(code), [stored, 0, 0, 0])
 
 
-@pytest.mark.needs("cuda.jit")
+@pytest.mark.needs("cuda decorates")
 @pytest.mark.parametrize("code", ["out = x", "y = out[0] + 1"], ids=["assigns", "reads"])
 def test_cuda_output_or_in_out_argument_never_stored_to_raises(code):
-    jax.eval_shape(wrap_one_thread(code, zero_outputs=True), SPEC_4)  # must not affect the next wrappers
+    jax.eval_shape(new_cuda_wrapper(cuda, body=code), SPEC_4)  # must not affect the next wrappers
     with pytest.raises(TypeError, match="never stores to output 'out'"):
-        jax.eval_shape(wrap_one_thread(code), SPEC_4)
+        jax.eval_shape(new_cuda_wrapper(cuda, body=code, zero_outputs=None), SPEC_4)
     with pytest.raises(TypeError, match="never stores to in-out argument 'out'"):
-        jax.eval_shape(wrap_one_thread(code, in_out_argnames=["out"]), SPEC_4, SPEC_4)
+        jax.eval_shape(new_cuda_wrapper(cuda, body=code, zero_outputs=None, in_out_argnames=["out"]), SPEC_4, SPEC_4)
 
 
-@pytest.mark.needs("cuda.jit")
+@pytest.mark.needs("cuda decorates")
 def test_cuda_helper_named_grid_does_not_count_as_cuda_grid():
     grid = cuda.jit(device=True)(function_from("def grid(n): return n", name="grid"))
     trace_cuda(cuda.jit(kernel_storing("grid(3)", grid=grid)), launch_dims=1)
@@ -2470,17 +2494,22 @@ class DeviceArray:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}
 
 
+# A handler must pass the same parameters as the package, except for the addresses.  For one array of five floats:
+#
+#     `params_by_package`   0, 0, 5, 4, PLACEHOLDER, 5, 4   by numba-cuda: two pointers, the number and the size of the
+#                                                           elements, the address, the shape and the strides
+#     a handler             0, 0, 5, 4, 7000, 5, 4          with the address of XLA's buffer
+#     `addresses_in`        7000                            if the others are equal
 PLACEHOLDER = 2**40  # an address that is larger than all other parameters
 
 
 def params_by_package(fake_cuda, package_cuda, arrays):
     """Return the parameters with which a package launches a kernel for arrays of these specs.
 
-    Array k is at the address PLACEHOLDER + k.  For one array of five floats, numba-cuda passes 0, 0, 5, 4, PLACEHOLDER,
-    5, 4: two pointers, the number and the size of the elements, the address, the shape and the strides.
+    Array k is at the address PLACEHOLDER + k.  The fake driver logs as many parameters of the launches that follow.
     """
     words_of_array = 3 if is_successor(package_cuda) else 5  # without its shape and strides
-    fake_cuda.set(n_params=sum(words_of_array + 2 * array.ndim for array in arrays))  # for the next launches, too
+    fake_cuda.set(n_params=sum(words_of_array + 2 * array.ndim for array in arrays))
     kernel = new_cuda_kernel(package_cuda, ", ".join(f"x{k}" for k in range(len(arrays))))
     placed = [DeviceArray(array.shape, array.dtype, PLACEHOLDER + k) for k, array in enumerate(arrays)]
     fake_cuda.log()
@@ -2489,11 +2518,8 @@ def params_by_package(fake_cuda, package_cuda, arrays):
     return params
 
 
-def check_params(params, by_package):
-    """Return the addresses of the arrays in a launch, and check that its other parameters are those of the package.
-
-    For example, [5, 4, 7000] are addresses [7000] if the package passes [5, 4, PLACEHOLDER].
-    """
+def addresses_in(params, by_package):
+    """Return the addresses of the arrays in a launch, and check that its other parameters are those of the package."""
     addresses = {}
     for word, expected in zip(params, by_package, strict=True):
         if expected >= PLACEHOLDER:  # numba-cuda-mlir passes each address twice
@@ -2515,12 +2541,6 @@ def array_and_address(shape, dtype="float32"):
     return array, array.unsafe_buffer_pointer()
 
 
-def new_cuda_wrapper(package_cuda, parameters="x, out", body="cuda.grid(1)", **options):
-    """Wrap a kernel that no other test has compiled.  By default it has one thread, and stores nothing."""
-    options = {"outs": like_first, "zero_outputs": True, **ONE_THREAD, **options}
-    return xk.numba_cuda_kernel(new_cuda_kernel(package_cuda, parameters, body), **options)
-
-
 def test_fakecuda_handler_packs_arrays_like_package(fake_cuda, package_cuda):
     """The arrays have zero to three dimensions and all dtypes."""
     dtypes = [dtype for dtype in DTYPES if dtype not in Cuda.unsupported and not DTYPES[dtype].needs_x64]
@@ -2529,7 +2549,7 @@ def test_fakecuda_handler_packs_arrays_like_package(fake_cuda, package_cuda):
     call = new_cuda_wrapper(package_cuda, ", ".join([*dtypes, "out", "scratch"]), outs=out, scratch=scratch)
     by_package = params_by_package(fake_cuda, package_cuda, [*inputs, out, scratch])
     [(_, params)] = fake_cuda.launches(call, *inputs)
-    addresses = check_params(params, by_package)
+    addresses = addresses_in(params, by_package)
     assert addresses[:-2] == list(expected)
     assert 0 not in addresses and len(set(addresses)) == len(addresses)
 
@@ -2570,7 +2590,7 @@ def test_fakecuda_nested_batch_takes_few_launches(fake_cuda, package_cuda, grid,
     nested = jax.vmap(jax.vmap(call, in_axes=(0, None)), in_axes=(None, 0))
     launches = fake_cuda.launches(nested, x, y)
     assert [text for text, _ in launches] == [f"native 0: {launch_grid} x 32,1,1 +0" for launch_grid, *_ in expected]
-    addresses = [check_params(params, each) for (_, params), each in zip(launches, by_package)]
+    addresses = [addresses_in(params, each) for (_, params), each in zip(launches, by_package)]
     slices = (np.array(addresses) - [x_data, y_data, addresses[0][2]]) / x[0].nbytes
     assert slices.tolist() == [first_slices for _, *first_slices in expected]
 
@@ -2582,13 +2602,6 @@ def test_fakecuda_wrappers_of_one_kernel_differ_in_order(fake_cuda, package_cuda
         assert len(fake_cuda.launches(call, jnp.ones((3, 2)))) == n
 
 
-def test_fakecuda_error_of_batch_shows_its_grid(fake_cuda, package_cuda):
-    call = jax.vmap(new_cuda_wrapper(package_cuda))
-    fake_cuda.fail("cuLaunchKernel")
-    with pytest.raises(RUNTIME_ERRORS, match=pattern_of("grid=(1, 1, 4)")):
-        run_for_cuda(call, jnp.ones((4, 2)))
-
-
 @pytest.mark.parametrize("function, text, n_launches", [
     ("cuModuleLoadData", "cuModuleLoadData failed with CUDA_ERROR_OUT_OF_MEMORY", 0),
     ("cuMemsetD8Async", "could not initialize an output or scratch buffer (CUDA_ERROR_OUT_OF_MEMORY). If a kernel", 0),
@@ -2598,8 +2611,9 @@ def test_fakecuda_error_of_batch_shows_its_grid(fake_cuda, package_cuda):
      "dynamic shared memory, and the launch has 300000 (raised in a call of kernel 'kernel')", 1),
 ], ids=["load", "memset", "launch"])  # fmt: skip
 def test_fakecuda_driver_error_fails_only_its_call(fake_cuda, package_cuda, function, text, n_launches):
-    options = {"grid": (1, 2), "block": (64, 4), "shared_mem": 300_000, "zero_outputs": True}
-    call = jax.vmap(new_cuda_wrapper(package_cuda, vmap_method="sequential", **options))
+    """The last lines show the grid of a batch launch, which these launches are too large for."""
+    options = {"grid": (1, 2), "block": (64, 4), "shared_mem": 300_000, "vmap_method": "sequential"}
+    call = jax.vmap(new_cuda_wrapper(package_cuda, **options))
     batch = jnp.ones((4, 2))
     fake_cuda.fail(function)
     with pytest.raises((ValueError, RuntimeError), match=pattern_of(text)):  # while it is lowered, or at run time
@@ -2607,6 +2621,9 @@ def test_fakecuda_driver_error_fails_only_its_call(fake_cuda, package_cuda, func
     launch = ["native 0: 1,2,1 x 64,4,1 +300000", []]
     assert fake_cuda.log().count(launch) == n_launches
     assert fake_cuda.launches(call, batch) == [launch] * 4
+    fake_cuda.fail("cuLaunchKernel")
+    with pytest.raises(RUNTIME_ERRORS, match=pattern_of("grid=(1, 1, 4)")):
+        run_for_cuda(jax.vmap(new_cuda_wrapper(package_cuda)), batch)
 
 
 def helpers_for_package(package_cuda):
@@ -2746,8 +2763,8 @@ def test_on_cuda_scalars_in_out_argument_and_shared_memory():
 
 
 add_kernel = cuda_jit(cuda_add)
-copy_kernel = cuda_kernel_of_element("out[i] = x[i]")
-accumulate_kernel = cuda_kernel_of_element("cuda.atomic.add(out, i, x[i])")
+copy_kernel = cuda_jit(kernel_from_body("i = cuda.grid(1)\nif i < out.size: out[i] = x[i]"))
+accumulate_kernel = cuda_jit(kernel_from_body("i = cuda.grid(1)\nif i < out.size: cuda.atomic.add(out, i, x[i])"))
 CUDA_KERNELS = (add_kernel,)
 WORKSPACES = {}  # by shape, kept between calls
 
@@ -2847,23 +2864,19 @@ def test_on_cuda_callable_that_writes_to_input_is_rejected(style):
 
 
 @needs_cuda
-@pytest.mark.parametrize("kind", ["kernel", "callable"])
-def test_on_cuda_aliased_input_shares_memory_with_output(kind):
-    kernel = new_cuda_kernel(cuda, "x, out", "i = cuda.grid(1); out[i] = 5; cuda.syncthreads(); out[i] = x[i] + 1")
-    call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
-    if kind == "callable":  # it may write to the input
-        launch = lambda x, out, stream: kernel[1, 4, stream](out, x)
-        call = xk.numba_cuda_callable(launch, like_first, input_output_aliases={"x": 0})
+@pytest.mark.parametrize("body, result", [
+    ("out[i] = 5; cuda.syncthreads(); out[i] = x[i] + 1", 6), ("x[i] = 7; out[i] += 1", 8),
+], ids=["stores to output", "stores to input"])  # fmt: skip
+def test_on_cuda_aliased_input_shares_memory_with_output(body, result):
+    kernel = new_cuda_kernel(cuda, "x, out", f"i = cuda.grid(1); {body}")
+    launch = lambda x, out, stream: kernel[1, 4, stream](x, out)
     x = jnp.zeros(4)
-    np.testing.assert_array_equal(call(x), [6, 6, 6, 6])
-    np.testing.assert_array_equal(x, [0, 0, 0, 0])
-
-
-@needs_cuda
-def test_on_cuda_store_to_aliased_input_changes_output():
-    kernel = new_cuda_kernel(cuda, "x, out", "i = cuda.grid(1); x[i] = 7; out[i] += 1")
-    call = xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0})
-    np.testing.assert_array_equal(call(jnp.zeros(4)), [8, 8, 8, 8])
+    for call in (
+        xk.numba_cuda_kernel(kernel, like_first, grid=1, block=4, input_output_aliases={0: 0}),
+        xk.numba_cuda_callable(launch, like_first, input_output_aliases={"x": 0}),
+    ):
+        np.testing.assert_array_equal(call(x), [result] * 4)
+        np.testing.assert_array_equal(x, [0, 0, 0, 0])
 
 
 @needs_cuda
@@ -2872,11 +2885,6 @@ def test_on_cuda_kernel_with_thread_indices_takes_more_launch_dims_than_cuda_gri
     kernel = new_cuda_kernel(cuda, "x, out", body)
     call = xk.numba_cuda_kernel(kernel, like_first, launch_dims=(3, 2))
     np.testing.assert_array_equal(call(jnp.ones((2, 3))), np.full((2, 3), 2))
-
-
-def callable_from_body(body, **values):
-    """Return a callable that references `cuda`, because the library finds the package of a callable by its globals."""
-    return kernel_from_body(f"cuda\n{body}", "x, out, stream", cuda=cuda, **values)
 
 
 @needs_cuda
@@ -2910,9 +2918,8 @@ def test_on_cuda_callable_errors_name_exception_and_callable(body, text):
 def test_on_cuda_op_passes_launch_to_decorated_kernel():
     op = xk.XLACustomKernel("add")
     op.def_numba_cuda_kernel(cuda.jit(cuda_add), launch_dims=lambda x, y: x.shape)
-    call = partial(op, outs=like_first)
-    x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    check_close(jax.vmap(call)(x, x), 2 * x)
+    x = uniform(3, 4)
+    check_close(jax.vmap(as_function(op))(x, x), 2 * x)
 
 
 @pytest.mark.needs("simulator")
@@ -2970,8 +2977,6 @@ class CountingGpu(typing.NamedTuple):
 
 
 IN_ORDER = {"vmap_method": "sequential"}
-
-
 needs_gpu_and_cuda = pytest.mark.needs("gpu", "cuda", "outside simulator")
 
 
@@ -3157,7 +3162,6 @@ def test_cuda_ptx_that_uses_z_is_recognized():
 # Warp
 
 floats = wp and wp.array(dtype=float)
-needs_warp_gpu = pytest.mark.needs("warp_gpu")
 
 
 # -- kernels compiled from text -------------------------------------------------------------------------
@@ -3169,16 +3173,10 @@ needs_warp_gpu = pytest.mark.needs("warp_gpu")
 #         i = wp.tid()
 #         add(out, i, x[i])
 #
-# All kernels may use the types, structs and functions below.  Other tables have more definitions beside them.
+# All kernels may use these definitions.  Other tables have more definitions beside them.
 
 
-def with_decorators(definitions):
-    """Decorate each class with `@wp.struct`, and each function with `@wp.func`."""
-    definitions = re.sub("^(?=class )", "@wp.struct\n", definitions, flags=re.MULTILINE)
-    return re.sub("^(?=def )", "@wp.func\n", definitions, flags=re.MULTILINE)
-
-
-WARP_TYPES = """
+WARP_DEFINITIONS = """
 import warp as wp
 from typing import Any
 floats = wp.array(dtype=float)
@@ -3189,21 +3187,24 @@ rows = wp.array2d(dtype=float)
 halves = wp.array3d(dtype=wp.float16)
 cubes = wp.array4d(dtype=float)
 FACTOR = wp.constant(2.5)
-"""
-WARP_STRUCTS = """
+@wp.struct
 class Params: a: float; n: int
+@wp.struct
 class Holder: a: floats
+@wp.struct
 class Inner: axis: wp.vec3
+@wp.struct
 class Settings: gain: float; inner: Inner; turn: wp.mat22
-"""
-WARP_FUNCTIONS = """
+@wp.func
 def add(a: floats, i: int, value: float): a[i] += value
+@wp.func
 def tail(a: floats): return a[1:]
+@wp.func
 def double(a: floats, count: ints, i: int): return 2.0 * a[i]
+@wp.func
 def double_again(a: floats, count: ints, i: int): return 2.0 * a[i]
+@wp.func
 def double_again_by_call(a: floats, count: ints, i: int): return double_again(a, count, i)
-"""
-WARP_CUSTOM_FUNCTIONS = """
 @wp.func_grad(double)
 def write_and_count(a: floats, count: ints, i: int, adj_ret: float):
     wp.adjoint[a][i] += 2.0 * adj_ret
@@ -3230,12 +3231,12 @@ def count_threads(patience: float) -> float: ...  # waits for a second thread, a
 def warp_kernels_from(sources, module="unique", has_adjoints=False, definitions=""):
     """Return {name: kernel} for {name: (parameters, body)}.
 
-    A body that does not set `i` starts with i = wp.tid().  `definitions` is the source of more structs and functions.
+    A body without `wp.tid()` gets the first line `i = wp.tid()`.  `definitions` has more structs and functions.
     """
-    text = WARP_TYPES + with_decorators(WARP_STRUCTS + WARP_FUNCTIONS) + WARP_CUSTOM_FUNCTIONS + definitions
+    text = WARP_DEFINITIONS + definitions
     identifiers = {name: re.sub(r"\W+", "_", str(name)).strip("_") for name in sources}
     for name, (parameters, body) in sources.items():
-        start = "" if re.match(r".*= wp\.tid\(\)|i = ", body) else "i = wp.tid()\n"
+        start = "" if "wp.tid()" in body else "i = wp.tid()\n"
         text += f"@wp.kernel(module=module, enable_backward={has_adjoints})\n"
         text += f"def {identifiers[name]}({parameters}):\n{textwrap.indent(start + body, '    ')}\n"
     file = f"<kernels {next(KERNEL_NUMBERS)}>"
@@ -3341,8 +3342,10 @@ def test_warp_values_of_any_library_share_a_target(warp_platform):
 
 @needs_warp
 def test_warp_exported_program_contains_values():
+    """The other process traces a call with other values, which has the same target."""
     call = partial(call_all_types, name="of_all_types")
-    check_close(run_exported_elsewhere(call, *X_AND_W), all_types_in_jax(*X_AND_W), 1e-5)
+    results = run_exported_elsewhere(call, *X_AND_W, traced=partial(call, i=3, n=9))
+    check_close(results, all_types_in_jax(*X_AND_W))
 
 
 @needs_warp
@@ -3453,17 +3456,17 @@ COUNT_THREADS = "out[0] = count_threads(x[0])"
 
 @needs_warp
 @pytest.mark.needs("cores")
-@pytest.mark.parametrize("body, options, n_callers, patience, is_parallel", [
-    (COUNT_THREADS, {}, 1, 2e8, True),
-    (COUNT_THREADS, IN_ORDER, 1, 1e7, False),
-    (f"wp.tile_store(out, wp.tile_load(x, shape=1))\n{COUNT_THREADS}", {"tiled": True}, 4, 1e7, False),
+@pytest.mark.parametrize("body, options, n_callers, is_parallel", [
+    (COUNT_THREADS, {}, 1, True),
+    (COUNT_THREADS, IN_ORDER, 1, False),
+    (f"wp.tile_store(out, wp.tile_load(x, shape=1))\n{COUNT_THREADS}", {"tiled": True}, 4, False),
 ], ids=["any order", "sequential", "tiled"])  # fmt: skip
-def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(body, options, n_callers, patience, is_parallel):
+def test_warp_vmap_slices_parallel_unless_sequential_or_tiled(body, options, n_callers, is_parallel):
     """Each slice waits for a second thread.  On CPUs, Warp has one memory for the tiles of all threads."""
     kernel = warp_kernel_from_body("x: floats, out: floats", body)
     run = jax.jit(jax.vmap(xk.warp_kernel(kernel, like_first, launch_dims=1, **options)))
     counts = []
-    in_threads(lambda x: counts.append(np.max(run(x))), [np.full((16, 1), patience, np.float32)] * n_callers)
+    in_threads(lambda x: counts.append(np.max(run(x))), [np.full((16, 1), 1e8, np.float32)] * n_callers)
     assert (max(counts) > 1) == is_parallel
 
 
@@ -3533,7 +3536,7 @@ def add_twice_y(x, y, *others):
     return x + 2 * y
 
 
-def double(x):
+def twice(x):
     return 2 * x
 
 
@@ -3569,7 +3572,7 @@ WARP_BATCHES = {
         {"outs": (spec(5), spec(1), spec(5, dtype=np.int32)), "zero_outputs": True}, axes=FIRST_IS_BATCHED,
         is_gradient=True),
     "gradient of tiles": WarpBatch(
-        DOUBLE_TILES, double, (uniform(3, 128),), X_OUT, {"launch_dims": 2, "tiled": True, "block_dim": 64},
+        DOUBLE_TILES, twice, (uniform(3, 128),), X_OUT, {"launch_dims": 2, "tiled": True, "block_dim": 64},
         is_gradient=True),
     "empty and 0-d": WarpBatch(
         "out[i] = x[i] + 2.0 * y[0] + float(z.shape[0])", add_twice_y,
@@ -3579,7 +3582,7 @@ WARP_BATCHES = {
         REASSIGNED_PARAMETERS, lambda x, y: jnp.where(np.arange(7) % 2, y[1], 2.5 * y).at[6].set(0),
         options={"zero_outputs": True}),
     "overload": WarpBatch(
-        "out[i] = x[i] + x[i]", double, TWO_BATCHES[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
+        "out[i] = x[i] + x[i]", twice, TWO_BATCHES[:1], "x: wp.array(dtype=Any), out: wp.array(dtype=Any)"),
     "sequential": WarpBatch(
         ADD_TWICE_Y, add_twice_y, options=IN_ORDER, reason="vmap_method says that slices run in order"),
     "C++": WarpBatch("out[i] = add_one_in_cpp(x[i])", lambda x: x + 1, TWO_BATCHES[:1], X_OUT, reason=USER_CODE),
@@ -3667,21 +3670,18 @@ def new_warp_kernel(**options):
     return add_multiple, factor
 
 
-def test_warp_batch_kernel_built_once_for_all_threads_and_operands(counting_warp, monkeypatch):
+@pytest.mark.parametrize("options", [
+    {}, pytest.param({"grid_stride": False}, marks=pytest.mark.needs("warp 1.15"))
+], ids=["default", "no grid_stride"])  # fmt: skip
+def test_warp_batch_kernel_built_once_for_all_threads_and_operands(counting_warp, monkeypatch, options):
     built, create = [], xk._create_batch_kernel
     monkeypatch.setattr(xk, "_create_batch_kernel", lambda *args: built.append(args) or create(*args))
-    kernel, factor = new_warp_kernel()
+    kernel, factor = new_warp_kernel(**options)
     call, (x, y) = xk.warp_kernel(kernel, like_first), TWO_BATCHES
     counting_warp.check_concurrent_batches(call, x + factor * y)
     x, y = BATCH_AND_UNBATCHED
     counting_warp.check_batch(call, (x, y), 1, x + factor * y, FIRST_IS_BATCHED)
     assert len(built) == 1
-
-
-@pytest.mark.needs("warp 1.15")
-def test_warp_batch_without_grid_stride_is_one_launch(counting_warp):
-    (kernel, factor), (x, y) = new_warp_kernel(grid_stride=False), TWO_BATCHES
-    counting_warp.check_batch(xk.warp_kernel(kernel, like_first), TWO_BATCHES, 1, x + factor * y)
 
 
 @pytest.mark.parametrize("axes, x_shape, y_shape, n_launches", [
@@ -3725,7 +3725,7 @@ FALLBACK_CAUSES = {  # a pattern of the logged reasons, and a change to the kern
     "changed captured value": (
         "captured values have changed", lambda kernel: (kernel.func.__closure__[0], "cell_contents", 0.5)),
     "failed build": (  # Warp 1.14 reports it only once, so a second lowering logs the AttributeError
-        r"\w+: .* build failed|AttributeError: .*'hooks'",
+        r"\w+: .* build failed" + r"|AttributeError: .*'hooks'" * bool(conftest.missing("warp 1.15")),
         lambda kernel: (xk, "_ADVANCE_SNIPPET", "this is no C++ {field}")),
     "too many registers": (
         "the batch kernel exceeds a limit; .* at most 255 thre",
@@ -3747,29 +3747,47 @@ def test_warp_batch_that_cannot_be_one_launch_logs_reason(counting_warp, fallbac
 
 # -- read-only inputs, outputs that start from zeros -----------------------------------------------------
 
-WARP_PROGRAM_DEFINITIONS = with_decorators("""
+WARP_PROGRAM_DEFINITIONS = """
+@wp.struct
 class Quantity: size: floats
+@wp.struct
 class Vectors: a: vectors
+@wp.struct
 class Box: pos: floats; mass: floats
+@wp.struct
 class Scaled: a: floats; n: float
+@wp.func
 def add_product(p: float, q: float, a: floats): a[0] += p * q
+@wp.func
 def add_by_keywords(a: floats, i: int): add(i=i, a=a, value=1.0)
+@wp.func
 def store(a: floats, i: int, value: float): a[i] = value
+@wp.func
 def store(a: floats, i: int): store(a, i, 3.0)
+@wp.func
 def store_generic(a: Any, i: int): a[i] = 1.0
+@wp.func
 def load(a: floats, i: int, n: int): return a[i + n]
+@wp.func
 def load(a: floats, i: int): return load(a, i, 0)
+@wp.func
 def negative(a: floats, i: int): return -a[i]
+@wp.func
 def second_and_tail(a: floats): return a[1], a[1:]
+@wp.func
 def both_tails(a: floats, b: floats): return a[1:], b[1:]
+@wp.func
 def set_pos(b: Box, i: int): b.pos[i] = 2.0 * b.mass[i]
+@wp.func
 def replace_pos(b: Box, a: floats): b.pos = a
+@wp.func
 def sine(h: Holder, i: int): return wp.sin(h.a[i])
+@wp.func
 def increment_copy(q: Vectors, i: int): v = q.a[i]; v[0] += 1.0; return v[0]
+@wp.func
 def choose(first: bool, a: floats, b: floats):
     if first: return a
     return b
-""") + """
 @wp.func_native("a.data[i] = 1.0f;")
 def store_in_cpp(a: floats, i: int): ...
 if hasattr(wp, "ref"):  # Warp >= 1.19
@@ -3964,33 +3982,32 @@ SUM_OF_POSITIVE = "if x[i] > 0.0:\n    out[i] = x[i]\n    work[i] += 1.0\nwp.ato
 
 
 def positive_numbers():
-    """Return a kernel that stores to some elements of its output, and adds to an output and to scratch."""
-    kernel = warp_kernel_from_body("x: floats, out: floats, total: floats, work: floats", SUM_OF_POSITIVE)
-    return xk.warp_kernel(kernel, lambda x: (x, spec(1)), scratch=like_first)
+    """Return a kernel that stores to some elements of an output, and adds to an output and to scratch.
+
+    It has three inputs that it does not use, with the shapes of these buffers.
+    """
+    parameters = ("unused", "unused_total", "unused_work", "x", "out", "total", "work")
+    kernel = warp_kernel_from_body(": floats, ".join(parameters) + ": floats", SUM_OF_POSITIVE)
+    return xk.warp_kernel(kernel, lambda *inputs: (inputs[-1], spec(1)), scratch=like_last, launch_dims=50)
 
 
-def test_warp_outputs_and_scratch_start_from_zeros(warp_platform):
-    """XLA is likely to reuse the buffers of the call before, whose positive elements are at other places."""
-    f, numbers = positive_numbers(), uniform(6, 50)
-    for x in (numbers, -numbers, numbers):
-        expected = np.maximum(x, 0), (x > 0).sum(1, keepdims=True).astype(np.float32)
-        check_close(jax.vmap(f)(x), expected)
-        check_close(f(x[0]), (expected[0][0], expected[1][0]))
+def test_warp_outputs_and_scratch_start_from_zeros(warp_platform, monkeypatch):
+    """XLA is told that the buffers share the memory of the first three inputs, which hold sevens."""
+    lower, aliases = jax.ffi.ffi_lowering, {0: 0, 1: 1, 2: 2}
+    with_aliases = lambda target, **options: lower(target, **{**options, "operand_output_aliases": aliases})
+    monkeypatch.setattr(jax.ffi, "ffi_lowering", with_aliases)
+    x = uniform(6, 50)
+    sevens, seven = np.full_like(x, 7), np.full((6, 1), 7, np.float32)
+    batch, expected = (sevens, seven, sevens, x), (np.maximum(x, 0), (x > 0).sum(1, keepdims=True).astype("f4"))
+    check_close(jax.jit(jax.vmap(positive_numbers()))(*batch), expected)
+    check_close(jax.jit(positive_numbers())(*[rows[0] for rows in batch]), tuple(rows[0] for rows in expected))
 
 
 def test_warp_batch_zeroes_each_new_buffer_once(counting_warp):
     """The output and the scratch buffer have 50 elements in each of 6 slices, and the sum has one."""
-    call, driver_calls = jax.vmap(positive_numbers()), counting_warp.driver_calls
-    _, n_launches = driver_calls.run(lambda: counting_warp.run(call, uniform(6, 50)))
+    call, driver_calls, x = jax.vmap(positive_numbers()), counting_warp.driver_calls, uniform(6, 50)
+    _, n_launches = driver_calls.run(lambda: counting_warp.run(call, x, x[:, :1], x, x))
     assert (n_launches, sorted(driver_calls.memsets)) == (1, [4 * 6, 4 * 6 * 50, 4 * 6 * 50])
-
-
-def test_warp_side_effect_keeps_unused_call(warp_platform):
-    for has_side_effect in (True, False):
-        f = warp_product(has_side_effect=has_side_effect)
-        text = jax.jit(lambda x, y: (f(x, y), x + y)[1]).lower(*TWO_VECTORS).compile().as_text()
-        assert ("custom-call" in text) == has_side_effect
-        check_close(f(*TWO_VECTORS), TWO_VECTORS[0] * TWO_VECTORS[1])
 
 
 @needs_warp
@@ -4055,20 +4072,23 @@ def square_of_sum(x):
     return x.sum() ** 2
 
 
-WARP_GRADIENT_DEFINITIONS = with_decorators("""
+WARP_GRADIENT_DEFINITIONS = """
+@wp.func
 def times_row(p: float, x: rows, i: int):
     for j in range(x.shape[1]): p = p * x[i, j]  # wrong: p
     return p
+@wp.func
 def params_times_row(p: Params, x: rows, i: int):
     for j in range(x.shape[1]): p.a = p.a * x[i, j]  # wrong: p
     return p.a
+@wp.func
 def mean(x: rows, i: int, n: int):
     s = float(0.0)
     for j in range(n): s += x[i, j]
     return s / float(n)
-""")
-# The body for a row of x, and the same function in JAX.  A comment marks a line in which Warp's adjoint uses a wrong
-# value of this variable.
+"""
+# The body for a row of x, and the same function in JAX.  The test expects a warning exactly if the code has a comment,
+# for example `# wrong: s`: Warp's adjoint of this line uses a wrong value of `s`.
 WARP_GRADIENTS = {
     "sum of squares": (row_loop("s += x[i, j] * x[i, j]"), lambda x: x @ x),
     "decaying sum": (row_loop("s = 0.5 * s + x[i, j]"), lambda x: x @ 0.5 ** jnp.arange(3, -1, -1)),
@@ -4183,7 +4203,8 @@ def test_warp_gradient_correct_or_warned_once(name):
     expected_results, expected = results_and_gradient(jax.vmap(in_jax), x)
     check_close(results, expected_results)
     wrong = re.search("wrong: (.*)", body)
-    assert len(caught) == bool(wrong)
+    texts = [str(warning.message) for warning in caught if "gradient" in str(warning.message)]
+    assert len(texts) == bool(wrong)
     if not wrong:
         check_close(found, expected, 1e-3)
     else:
@@ -4191,7 +4212,7 @@ def test_warp_gradient_correct_or_warned_once(name):
         variable = re.escape(wrong[1])
         cause = f"uses a wrong value of '{variable}' in .*|is wrong in a loop with `{variable}`"
         pattern = rf"'{kernel.key}': the gradient .*({cause}) \(line (\d+) of (.*)\)\. .*jax.test_util.check_grads"
-        _, line, file = re.search(pattern, str(caught[0].message)).groups()
+        _, line, file = re.search(pattern, texts[0]).groups()
         assert linecache.getline(file, int(line)).endswith(f" wrong: {wrong[1]}\n")
 
 
@@ -4206,13 +4227,10 @@ def test_warp_gradient_of_builtin_without_adjoint_warned(name):
         found = jax.grad(lambda x: f(x).sum())(x)
     steps = 2.0**-8 * np.eye(12, dtype=np.float32).reshape(12, 3, 4)
     expected = np.reshape([(f(x + step).sum() - f(x - step).sum()) / 2.0**-7 for step in steps], (3, 4))
-    assert all("takes 0 for the derivative" in str(warning.message) for warning in caught)
-    if name in WARP_WITH_ADJOINT:
-        assert np.allclose(found, expected, atol=0.02)
-        assert not caught
-    else:
-        assert not np.allclose(found, expected, atol=0.02)
-        assert caught
+    texts = [str(warning.message) for warning in caught if "gradient" in str(warning.message)]
+    assert all("takes 0 for the derivative" in text for text in texts)
+    has_adjoint = name in WARP_WITH_ADJOINT
+    assert np.allclose(found, expected, atol=0.02) == has_adjoint == (not texts)
 
 
 @needs_warp
@@ -4238,7 +4256,7 @@ def test_warp_gradient_with_wrong_value_warned(x, body, max_unroll):
 @pytest.mark.parametrize("x, start, launch_dims, n_dims, n_indices", [
     ("rows", "i = wp.tid()", None, 2, 1),
     ("vectors", "i, j = wp.tid()", None, 1, 2),
-    ("vectors", "i = 0", None, 1, 0),
+    ("vectors", "i = 0  # instead of wp.tid()", None, 1, 0),
     ("vectors", "i = wp.tid()\ni, j = wp.tid()", None, 1, 2),
     ("vectors", "i = wp.tid()", (3, 2), 2, 1),
     ("vectors", "i, j = wp.tid()", 3, 1, 2),
@@ -4406,7 +4424,7 @@ V_PLUS_D = {  # functions that compute v + d from the initial values of their ou
 }  # fmt: skip
 
 
-@pytest.mark.needs("gpu", "cuda package")
+@pytest.mark.needs("gpu", "cuda installed")
 @pytest.mark.parametrize("kind", [
     pytest.param(kind, marks=needs_warp_gpu) if "warp" in kind else kind for kind in V_PLUS_D
 ])  # fmt: skip
@@ -4437,7 +4455,7 @@ def test_gpu_outputs_initialized_in_loops(kind):
         np.testing.assert_array_equal(jax.jit(program, donate_argnums=donated)(*map(jnp.array, (v, rows))), expected)
 
 
-@pytest.mark.needs("gpu", "cuda package")
+@pytest.mark.needs("gpu", "cuda installed")
 def test_gpu_kernel_input_not_overwritten_by_row_update():
     """XLA's dynamic-slice fusion lets a kernel write to the array that it reads (jax 0.11.2)."""
 
@@ -4459,7 +4477,7 @@ def test_gpu_kernel_input_not_overwritten_by_row_update():
     np.testing.assert_array_equal(result, m)
 
 
-@pytest.mark.needs("gpu", "cuda package")
+@pytest.mark.needs("gpu", "cuda installed")
 def test_gpu_callable_memset_per_new_buffer(driver_calls):
     launch = lambda x, out, tmp, stream: copy_kernel[1, 8, stream](x, out)
     for zero_outputs, n_memsets in (None, 2), (False, 0):
@@ -4469,7 +4487,7 @@ def test_gpu_callable_memset_per_new_buffer(driver_calls):
         assert driver_calls.memsets == [4 * 3 * 7] * n_memsets
 
 
-@pytest.mark.needs("gpu", "cuda package")
+@pytest.mark.needs("gpu", "cuda installed")
 def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
     call = wrap_cuda(cuda.jit(cuda_add))
     copy_in_place = wrap_cuda(copy_kernel, input_output_aliases={0: 0})
@@ -4483,12 +4501,20 @@ def test_gpu_inputs_on_each_device_and_in_pinned_host_memory():
             np.testing.assert_array_equal(jax.jit(copy_in_place)(x), numbers)
 
 
+@pytest.mark.processes
+@pytest.mark.needs("gpu", "cuda installed", "warp_gpu")
+def test_gpu_handlers_call_the_driver_without_recorder():
+    """In all other tests on a GPU, launches and memsets pass through the callbacks of conftest.py."""
+    tests = test_on_cuda_op_passes_launch_to_decorated_kernel, test_op_accepts_warp_kernel_with_options
+    run_in_new_process(*tests, JAX_PLATFORMS="cuda,cpu")
+
+
 # XLA's list of the steps of a program: a command buffer, with a custom call in it
 CALL_IN_COMMAND_BUFFER = re.compile(r"^( *)\d+: kCommandBuffer.*\n(\1 +.*\n)*?\1 +\d+: kCustomCall", re.MULTILINE)
 
 
 @pytest.mark.processes
-@pytest.mark.needs("gpu", "cuda package")
+@pytest.mark.needs("gpu", "cuda installed")
 def test_gpu_kernels_run_in_command_buffers(tmp_path):
     """Tests that run on the GPU pass with a CUDA graph for each computation."""
     flags = [
@@ -4577,8 +4603,9 @@ OUTS = [  # `outs`, and the specs that it declares
 
 def test_op_result_has_structure_of_outs():
     """One op serves all: its cache of calls has shapes, dtypes and structure in its keys."""
+    declared = ()  # the loop assigns it before each trace
 
-    def ones(x):  # in the structure of `declared`, which the loop below assigns
+    def ones(x):
         return jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), declared)
 
     op = op_with_kernel(ones)
@@ -4651,11 +4678,7 @@ def test_op_properties():
     assert repr(op) == "<XLACustomKernel 'op': cpu: a, b>" and xk.XLACustomKernel("op", doc="Adds.").__doc__ == "Adds."
     assert (op.get_default("cpu"), op.get_default("tpu"), op.available_backends("tpu")) == ("a", None, [])
     assert op.def_benchmark_data(generator_adding) is generator_adding
-
-
-def test_op_call_is_the_op_unless_defined():
-    op = op_adding(a=1)
-    assert op.call(ONE_TO_8[0], outs=spec()) == 2
+    assert op.call(ONE_TO_8[0], outs=spec()) == 2  # the op, until `def_call` defines it
     op.def_call(lambda x, backend=None: (x, backend))
     assert op.call(1, backend="numba") == (1, "numba")
 
@@ -4851,15 +4874,14 @@ def test_op_accepts_warp_kernel_with_options():
 
 def test_op_outputs_of_decorated_kernels_start_from_zeros():
     """With `zero_outputs=False`, the kernel has another target."""
-    kernel = kernel_from_body("out[0] += x[0]")
+    kernel = kernel_from_body("out[0] += x[0]", "sevens, x, out")
     op = xk.XLACustomKernel("adds")
     op.def_numba_kernel(numba.njit(kernel))
     op.def_kernel("generated", "cpu", lambda: numba.njit(kernel))
     op.def_kernel("uninitialized", "cpu", numba.njit(kernel), zero_outputs=False)
     calls = [partial(op, outs=like_first, backend=backend) for backend in op.available_backends("cpu")]
-    for call in calls[:2]:
-        check_close(call(ONE_TO_8), [ONE_TO_8[0], *7 * [0]])
-    zeroed, generated, uninitialized = (target_of(call, ONE_TO_8) for call in calls)
+    check_close(call_with_dirty_outputs(calls[0], (), [ONE_TO_8]), [[ONE_TO_8[0], *7 * [0]]])
+    zeroed, generated, uninitialized = (target_of(call, ONE_TO_8, ONE_TO_8) for call in calls)
     assert zeroed == generated != uninitialized
 
 
@@ -5279,10 +5301,6 @@ def sum_of_indices():
     return i + j
 
 
-def trace_callable(function):
-    return jax.eval_shape(xk.numba_cuda_callable(function, spec(3)), spec(3), spec(3))
-
-
 CUDA_MISTAKES = [
     ("trace_cuda()", ValueError, "grid and block, or launch_dims"),
     ("trace_cuda(grid=1.5, block=1)", TypeError, "grid must be an int or .*got 1.5. Pass grid=(x, y)"),
@@ -5299,15 +5317,16 @@ CUDA_MISTAKES = [
     ("trace_cuda(outs=spec(3, dtype=jnp.bfloat16), launch_dims=1)",
      TypeError, "output 0 is bfloat16[3], of a dtype .*Declare jax.ShapeDtypeStruct((3,), jnp.float32)"),
     ("trace_cuda(numba.njit(identity), launch_dims=1)", TypeError, "@cuda.jit of numba .*Use numba_kernel"),
-    ("trace_callable(3)", TypeError, "for one kernel use numba_cuda_kernel.*int 3"),
-    ('trace_callable(callable_from_body("pass"))', TypeError, "(x, out, stream).*passes (float32[3], "),
+    ("xk.numba_cuda_callable(3, spec(3))(ONES)", TypeError, "for one kernel use numba_cuda_kernel.*int 3"),
+    ('jax.eval_shape(xk.numba_cuda_callable(callable_from_body("pass"), SPEC_4), SPEC_4, SPEC_4)',
+     TypeError, "(x, out, stream).*passes (float32[4], "),
     ("xk.numba_cuda_kernel(cuda.jit(cuda_add), like_first, launch_dims=3)[1, 64]",
      TypeError, "is called as a function of its inputs.*numba_cuda_kernel(kernel, outs, grid=..., block=...)"),
-    ('trace_cuda(cuda_kernel_from_body("i, j = cuda.grid(2); out[i] = j"), launch_dims=3)',
+    ('trace_cuda(cuda.jit(kernel_from_body("i, j = cuda.grid(2); out[i] = j")), launch_dims=3)',
      ValueError, "launch_dims=3 has 1 .*grid returns 2"),
-    ('trace_cuda(cuda_kernel_from_body("out[cuda.grid(ndim=2)] = 1"), launch_dims=3)',
+    ('trace_cuda(cuda.jit(kernel_from_body("out[cuda.grid(ndim=2)] = 1")), launch_dims=3)',
      ValueError, "launch_dims=3 has 1 .*grid returns 2"),
-    ('trace_cuda(cuda_kernel_from_body("out[0] = sum_of_indices()"), launch_dims=3)',
+    ('trace_cuda(cuda.jit(kernel_from_body("out[0] = sum_of_indices()")), launch_dims=3)',
      ValueError, "launch_dims=3 has 1 .*grid returns 2"),
 ]  # fmt: skip
 
@@ -5318,7 +5337,6 @@ def trace_warp(name, *args, outs=like_first, **options):
 
 
 trace_product = partial(trace_warp, "multiply", spec(3), spec(3))
-trace_matvec = partial(trace_warp, "matvec", spec(2, 2), spec(2))
 call_with = partial(call_all_types, *X_AND_W)
 
 WARP_MISTAKES = [
@@ -5335,7 +5353,8 @@ WARP_MISTAKES = [
     ('trace_warp("multiply", spec(1, 1, 1, 1, 3), spec(3))',
      TypeError, "Got float32[1,1,1,1,3]. Warp arrays have at most 4 dimensions. Reshape it, such as .*reshape(-1)"),
     ("trace_product(outs=spec(3, dtype=np.int32))", TypeError, "Declare it .*((3,), jnp.float32)"),
-    ("trace_matvec(outs=spec(2))", TypeError, "For a single element, declare .*((1, 2), jnp.float32)"),
+    ('trace_warp("matvec", spec(2, 2), spec(2), outs=spec(2))',
+     TypeError, "For a single element, declare .*((1, 2), jnp.float32)"),
     ('trace_product(spec(), outs=spec(), in_out_argnames=["out"])',
      TypeError, "'out' must be an array float32[:]. Got float32[]. For .*((1,), .*), and reshape .*: out.reshape(1,)"),
     ('trace_warp("multiply", spec(*export.symbolic_shape("n")), spec(3))',
@@ -5401,7 +5420,14 @@ def broken_op():
 
 
 def call_broken(backend, **params):
-    return broken_op()(ONE_TO_8, outs=like_first, backend=backend, **params)
+    """Call a broken op.  A compiled batch must raise the same type of error."""
+    call = partial(broken_op(), outs=like_first, backend=backend, **params)
+    try:
+        call(ONE_TO_8)
+    except Exception as error:
+        with pytest.raises(type(error), match="'broken'"):
+            jax.jit(jax.vmap(call))(ROWS)
+        raise
 
 
 def call_undecorated(method, is_generated=False):
@@ -5426,9 +5452,7 @@ def add_in_op(x):
 
 
 NJIT_ITSELF = numba.njit(identity)
-EMPTY_OP = xk.XLACustomKernel("empty")
-call_empty_op = partial(EMPTY_OP, outs=like_first)
-
+empty_op = partial(xk.XLACustomKernel, "empty")  # a new op for each mistake
 OP_MISTAKES = [
     # inputs
     ("add_in_op(jax.new_ref(jnp.ones(4)))", TypeError, "'op': input 0.*got a jax.Ref. Pass its value, x[...]"),
@@ -5447,30 +5471,30 @@ OP_MISTAKES = [
     ('call_broken("undecorated")', TypeError, "'undecorated' takes (x, out).* a function f .*pass lambda: f"),
     ('call_broken("numba", alpha=2)', TypeError, "Got alpha .*: lambda alpha: make_kernel(alpha)"),
     ('call_broken("needs n")', TypeError, "the generator of backend 'needs n' takes (n)"),
-    ("EMPTY_OP(ONES, outs=lambda x: x.T)", TypeError, "got <function .*Write jax.ShapeDtypeStruct(shape"),
-    ("EMPTY_OP(ONES, outs=None)", TypeError, "'empty': outs is missing. .*outs=lambda x: x. A wrapper"),
-    ("jax.jit(call_empty_op)(ONES, k=2.0)", TypeError, "hashable. Parameter 'k' is .*static_argnames=\"k\""),
-    ("xk.general_batching_rule(EMPTY_OP, (ONES,), (0,))", TypeError, "needs outs of .*'empty', .* Got None"),
-    ("call_empty_op(ONES)", NotImplementedError, "Registered: nothing. .*def_kernel('jax', 'cpu', kernel)"),
+    ("empty_op()(ONES, outs=lambda x: x.T)", TypeError, "got <function .*Write jax.ShapeDtypeStruct(shape"),
+    ("empty_op()(ONES, outs=None)", TypeError, "'empty': outs is missing. .*outs=lambda x: x. A wrapper"),
+    ("jax.jit(as_function(empty_op()))(ONES, k=2.0)", TypeError, "hashable. Parameter 'k' is .*static_argnames=\"k\""),
+    ("xk.general_batching_rule(empty_op(), (ONES,), (0,))", TypeError, "needs outs of .*'empty', .* Got None"),
+    ("as_function(empty_op())(ONES)", NotImplementedError, "Registered: nothing. .*def_kernel('jax', 'cpu', kernel)"),
     # registration
-    ('EMPTY_OP.def_kernel(1, "cpu", identity)', TypeError, "backend and a platform are strings. Got 1 and"),
-    ('EMPTY_OP.def_kernel("a", "cpu", "text")', TypeError, "function. Got 'text'. .* a generator, .*lambda: f"),
-    ('EMPTY_OP.def_kernel("a", "cuda12", identity)', ValueError, "Got 'cuda12'. Write 'gpu'"),
-    ("EMPTY_OP.def_numba_kernel(identity, grid=3)", TypeError, "Got grid with .* Decorate the kernel, or pass"),
-    ("EMPTY_OP.def_numba_kernel(add_one, grid=3)", TypeError, "<numba_kernel .*, or pass the options to a wrapper"),
-    ("EMPTY_OP.def_numba_kernel(NJIT_ITSELF, grid=3)", TypeError, "unexpected keyword argument 'grid'"),
-    ("EMPTY_OP.def_numba_kernel(NJIT_ITSELF, outs=ONES)", TypeError, "calls of an op .*op(x, outs=...)"),
-    ("EMPTY_OP.def_warp_kernel(NJIT_ITSELF)", TypeError, "own backend. .*op.def_numba_kernel(kernel)"),
+    ('empty_op().def_kernel(1, "cpu", identity)', TypeError, "backend and a platform are strings. Got 1 and"),
+    ('empty_op().def_kernel("a", "cpu", "text")', TypeError, "function. Got 'text'. .* a generator, .*lambda: f"),
+    ('empty_op().def_kernel("a", "cuda12", identity)', ValueError, "Got 'cuda12'. Write 'gpu'"),
+    ("empty_op().def_numba_kernel(identity, grid=3)", TypeError, "Got grid with .* Decorate the kernel, or pass"),
+    ("empty_op().def_numba_kernel(add_one, grid=3)", TypeError, "<numba_kernel .*, or pass the options to a wrapper"),
+    ("empty_op().def_numba_kernel(NJIT_ITSELF, grid=3)", TypeError, "unexpected keyword argument 'grid'"),
+    ("empty_op().def_numba_kernel(NJIT_ITSELF, outs=ONES)", TypeError, "calls of an op .*op(x, outs=...)"),
+    ("empty_op().def_warp_kernel(NJIT_ITSELF)", TypeError, "own backend. .*op.def_numba_kernel(kernel)"),
     ('call_undecorated("def_numba_kernel")', TypeError, "takes (x, out).*Decorate a kernel with @numba.njit"),
     ('call_undecorated("def_warp_kernel")', TypeError, "takes (x, out).*Decorate a kernel with @wp.kernel"),
     ('call_undecorated("def_numba_kernel", True)', TypeError, "(x, out).*Decorate .* with @numba.njit"),
     ('call_broken("effects")', TypeError, "side effects here. .* Call the wrapper itself"),
     ("xk.defjvp(3)", TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3"),
-    ('EMPTY_OP.def_jvp_rule2(None, "wrong")', TypeError, "operand 1 must be a function. Got 'wrong'"),
+    ('empty_op().def_jvp_rule2(None, "wrong")', TypeError, "operand 1 must be a function. Got 'wrong'"),
     # transformations
     ('call_broken("ordered")', NotImplementedError, "must not have ordered effects"),
     ("differentiate_op_whose_rule_calls_it()", NotImplementedError, "calls an op on tangents"),
-    ("jax.grad(call_empty_op)(1.0)", NotImplementedError, "has no JVP rule"),
+    ("jax.grad(as_function(empty_op()))(1.0)", NotImplementedError, "has no JVP rule"),
     ('pickle.dumps(xk.XLACustomKernel("local"))', pickle.PicklingError, "'local'.*a variable at the top level"),
 ]  # fmt: skip
 
@@ -5484,20 +5508,8 @@ def mistakes(backend, table, condition):
     ]
 
 
-@pytest.mark.parametrize("backend", [
-    "shape", "raising", "nothing", "far", "undecorated", "needs n", "effects", "ordered", "numba",
-    pytest.param("", id="empty name"),
-])  # fmt: skip
-def test_op_error_has_same_type_in_compiled_batch(backend):
-    call = partial(broken_op(), outs=like_first, backend=backend, **({"alpha": 2} if backend == "numba" else {}))
-    with pytest.raises(Exception, match="'broken'") as of_eager_call:
-        call(ONE_TO_8)
-    with pytest.raises(of_eager_call.type, match="'broken'"):
-        jax.jit(jax.vmap(call))(ROWS)
-
-
 @pytest.mark.parametrize("expression, error, text", [
-    *mistakes("numba", NUMBA_MISTAKES, "numba"), *mistakes("cuda", CUDA_MISTAKES, "cuda.jit"),
+    *mistakes("numba", NUMBA_MISTAKES, "numba"), *mistakes("cuda", CUDA_MISTAKES, "cuda decorates"),
     *mistakes("warp", WARP_MISTAKES, "warp"), *mistakes("op", OP_MISTAKES, "numba"),
 ])  # fmt: skip
 def test_mistake_raises_error_with_fix(expression, error, text):
@@ -5548,18 +5560,18 @@ def test_concurrent_kernel_errors_keep_messages():
 
 
 def test_failed_calls_do_not_leak():
-    """A leaked object is at least one block per call.  jax 0.9 itself leaks three per call."""
+    """A leaked object is at least one block per call.  JAX < 0.11 allocates more blocks in the first 400 calls."""
     call = jax.jit(wrap(kernel_from_body("raise LookupError('no such number')")))
-    for _ in range(20):
-        error_of(call, ONES)
-    gc.collect()
-    blocks = sys.getallocatedblocks()
-    n_calls = 200
-    for _ in range(n_calls):
-        error_of(call, ONES)
-    gc.collect()
-    leaked_by_jax = 3 * n_calls if jax.__version_info__ < (0, 11) else 0
-    assert sys.getallocatedblocks() - blocks - leaked_by_jax < 150  # threads of other tests also allocate
+
+    def new_blocks():
+        gc.collect()
+        blocks = sys.getallocatedblocks()
+        for _ in range(200):
+            error_of(call, ONES)
+        gc.collect()
+        return sys.getallocatedblocks() - blocks
+
+    assert any(new_blocks() < 150 for _ in range(8))  # threads of other tests also allocate
 
 
 # ======================================================================================================
