@@ -48,7 +48,7 @@ work here.
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
 #     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
-#     8  Source analysis   the stores of Warp kernels, and other facts from their source
+#     8  Source analysis   which arrays a kernel reads, and to which it stores
 #     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
@@ -56,8 +56,8 @@ work here.
 #     13 Warnings          about Warp kernels: gradients that Warp gets wrong, and deferred statics
 #
 # A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
-# 5 uses `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, and 10 calls the two functions of 13 that warn.
-# A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# 5 uses `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, 7 uses 8.1, and 10 calls the two functions of 13
+# that warn.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
@@ -529,7 +529,7 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 
 # -- 3.1 Captured values -------------------------------------------------------------------------------
 # The globals, closure variables and defaults that the code of a kernel references.  They are used for fingerprints
-# (3.2), for checks of stores (7.3, 8), and to find the CUDA package that a callable uses (9.3).
+# (3.2), for checks of stores (8), and to find the CUDA package that a callable uses (9.3).
 
 
 def _py_func(kernel: Any) -> Any:
@@ -2413,7 +2413,7 @@ _ERROR_MESSAGES: dict[int, Any] = {}
 def _store_error_message(error: BaseException, label: str) -> int:
     """Store the message of a kernel's exception as a C string, and return its address.
 
-    If this function raised, the callbacks named `report` (6.6, 7.5, 9.5) would return an undefined address.  Only a
+    If this function raised, the callbacks named `report` (6.6, 7.4, 9.5) would return an undefined address.  Only a
     KeyboardInterrupt could cause that, but they take microseconds.  The callback of `_CallbackEmitter` may take long,
     because it runs a user's function, so its message is set beforehand.
     """
@@ -2447,7 +2447,7 @@ def _store_error_message(error: BaseException, label: str) -> int:
 # In 6.6, the number of buffers, the ranks and the aliases are Python values, from the signature.  In 6.4, even the
 # number of buffers is a run-time value, because all handlers share this code.
 #
-# Docstrings here, in 7.5, 9.5 and 10.4 describe the generated code.  "Return x" means that the Python function returns
+# Docstrings here, in 7.4, 9.5 and 10.4 describe the generated code.  "Return x" means that the Python function returns
 # an object that stands for x.  `define` makes x the result of a C function.  `ret` and `fail_inner_loop` end the
 # generated function, but not the Python function:
 #
@@ -3624,8 +3624,8 @@ def numba_kernel(
         kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Assign
         to elements: `v[:] = 0.5 * v + x`.  The statement `v = 0.5 * v + x` only creates a local variable.
       scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  0-d in-out
-        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  A new value of it
-        compiles another kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
+        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  A new value
+        of it compiles another kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
@@ -3634,8 +3634,8 @@ def numba_kernel(
         - True: zeros.  The kernel need not store to its outputs.
         - False: uninitialized memory, for kernels that store to every element.
         For a product, a minimum or a maximum, first store the initial value (`out[:] = np.inf`), or alias the output
-        to an input.  Outputs that are returned or aliased to an input are not zeroed.  Zeroing takes up to a quarter of the
-        time of `out[i] = x[i] + y[i]`, depending on the size.
+        to an input.  Outputs that are returned or aliased to an input are not zeroed.  Zeroing takes up to a quarter
+        of the time of `out[i] = x[i] + y[i]`, depending on the size.
       name: optional string, the prefix of the kernel's name in exported programs, which find the kernel by it (see
         `export_checks`).
 
@@ -3978,7 +3978,7 @@ class _NumbaCompiler:
     def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
         """Return a compiled function of all buffers that does not change inputs, or raise an error.
 
-        An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (7.3).  The first line
+        An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (8.1).  The first line
         that fits counts:
 
             the kernel compiles for read-only inputs (Numba respects them     return it
@@ -4185,7 +4185,213 @@ def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
     return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
 
 
-# -- 7.3 Reads and stores: what LLVM and Numba's IR say about the buffers of a kernel ---------------------
+# -- 7.3 Object mode and threads -----------------------------------------------------------------------
+
+
+def _check_no_object_mode(kernel: Any, title: str) -> None:
+    """Raise an error if a kernel or a helper references Numba's object mode, under any name.
+
+    Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
+    """
+    for function in _kernel_and_helpers(kernel):
+        names = _referenced_names(_code_of(function))
+        type_names = [type(value).__name__ for _, value in _captured_values(function)]
+        if "objmode" in names or "_ObjModeContextType" in type_names:
+            raise TypeError(
+                f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
+                "with jax.pure_callback, besides the kernel or instead of it."
+            )
+
+
+def _uses_threads(overload: Any, kernel: Any) -> bool:
+    """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
+    # The LLVM module lacks helpers that are called through pointers.
+    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
+        return True
+    return "@numba_parallel_for(" in str(_llvm_module(overload))
+
+
+# -- 7.4 The emitter: Numba's calling convention, exceptions and threads -------------------------------
+# As in section 6, `ir` only writes code.  The code runs when XLA calls the handler.
+
+
+class _NumbaEmitter(_Emitter):
+    """An emitter that calls a compiled function of all buffers for each slice.  `_Emitter` explains the attributes."""
+
+    def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
+        import numba
+
+        def report(exception_address: int) -> int:
+            """Return the address of the message of an exception."""
+            if exception_address:
+                exception = ctypes.cast(exception_address, ctypes.py_object).value
+            else:  # a helper in object mode was called through a function pointer, so `_check_no_object_mode` missed it
+                exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
+            return _store_error_message(exception, label)
+
+        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
+        self.code_key = ("numba",)
+        self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+        self.report_address = ctypes.cast(callback, _PTR).value or 0
+        self.keep_alive = overload, callback  # the owners of these addresses
+        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
+        self.starts_threads = uses_threads
+        if uses_threads:
+            numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
+            if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
+                self.lock_address = _native_lock_address("workqueue_lock")
+
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        """Call the kernel for each slice.  If its status is an error, return the exception's message to XLA."""
+        from numba.core import types as nbtypes
+        from numba.core.registry import cpu_target
+
+        context = cpu_target.target_context
+        call_conv = context.call_conv
+        builder = ir.llvm_builder
+        address = ir.handler_data.kernel_address  # the copy of `self.kernel_address` that the code reads when it runs
+        with ir.each_slice(buffers, count) as arrays:
+            params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
+            param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
+            pointer_type = call_conv.get_function_type(nbtypes.none, param_types).as_pointer()
+            function = builder.inttoptr(address.value, pointer_type)
+            status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
+            with builder.if_then(status.is_error, likely=False):
+                ir.fail_inner_loop(frame, self._write_error_message(ir, context, status))
+
+    def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
+        """Create the Python exception of a status, and return the address of its message."""
+        python = context.get_python_api(ir.llvm_builder)
+        gil = python.gil_ensure()
+        context.call_conv.raise_error(ir.llvm_builder, python, status)
+        error = ir.call("PyErr_GetRaisedException")
+        message = ir.call(ir.handler_data.report_address, error)
+        ir.call("Py_DecRef", error)
+        python.gil_release(gil)
+        return message
+
+
+def _numba_array_members(array: _KernelArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
+
+
+# -- 7.5 Errors of the compiler, with advice -----------------------------------------------------------
+# Kernels for GPUs use this part, too.
+
+# Numba 0.63 to 0.68 raise an AttributeError with this text for `x += 1`, if x is read-only.
+_INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
+_READ_ONLY_ADVICE = (
+    f"{_READ_ONLY_RULE}. Global arrays are read-only, too. Write to an output (a parameter after the inputs), list the "
+    "input in in_out_argnames, or alias an output to it with input_output_aliases."
+)
+_STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
+_RESULTS_ADVICE = "Return one value for each of outs, with as many dimensions"
+# {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.  The comments show texts of
+# Numba that the pattern below them matches.
+_ADVICE = {
+    # Cannot modify readonly array of type: readonly array(float32, 1d, C)
+    # >>> setitem(readonly array(float32, 1d, C), Literal[int](0), Literal[int](77))
+    _STORE_TO_READONLY: _READ_ONLY_ADVICE,
+    # CUDA kernel must have void return type but got int64.
+    # No conversion from int64 to none for '$26return_value.2'
+    r"must have void return type|No conversion from .* to none for": (
+        "A kernel with parameters for its outputs returns nothing. Write the value to an output: `out[:] = value`."
+    ),
+    # Known signatures: * (Array(float64, 1, 'C', False, aligned=True),) -> float64
+    # Type of #7 arg mismatch: double* != float*
+    r"Known signatures:|arg mismatch: ": (
+        "The explicit signature of a helper or gufunc does not fit this call. Remove the signature. If it has 64 bits, "
+        'you may set jax.config.update("jax_enable_x64", True) instead.'
+    ),
+    # Unknown attribute 'normal' of type Module(<module 'jax.random' from '...'>)
+    r"Module\(<module 'jax\.random'": "Kernels cannot call JAX. Draw before the call, and pass the noise as an input.",
+    # Unknown attribute 'sin' of type Module(<module 'jax.numpy' from '...'>)
+    # Cannot determine Numba type of <class 'jaxlib._jax.PjitFunction'>
+    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": (
+        "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap."
+    ),
+    # Cannot determine Numba type of <class 'jax._src.interpreters.partial_eval.DynamicJaxprTracer'>
+    # >>> setitem(array(float32, 1d, C), slice<a:b>, readonly buffer(float32, 1d, C))
+    r"<class 'jax|readonly buffer\(": (
+        "A kernel cannot capture a JAX array. Pass it as an input, or, if it is a constant, capture np.asarray(array)."
+    ),
+    # Unknown attribute 'at' of type array(float32, 1d, C)
+    r"attribute 'at' of type .*array": "NumPy arrays have no `.at`. Write out[i] = 1.0 instead of out.at[i].set(1.0).",
+    # Unknown attribute 'j0' of type Module(<module 'scipy.special' from '...'>)
+    # Cannot determine Numba type of <class 'numpy.ufunc'>
+    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": (
+        "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C functions through "
+        "numba.extending.get_cython_function_address "
+        "(https://numba.readthedocs.io/en/stable/extending/high-level.html#importing-cython-functions)."
+    ),
+    # Untyped global name 'breakpoint'
+    r"Module\(<module 'pdb|name 'breakpoint'": (
+        "Compiled kernels have no debugger. In Python, debug wrapper.__wrapped__ (or its .py_func) with NumPy arrays."
+    ),
+    # Use of unsupported opcode (IMPORT_NAME) found.
+    r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
+    # Cannot determine Numba type of <class 'xla_kernels._NumbaKernel'>
+    rf"<class '{re.escape(__name__)}\.": (
+        "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__."
+    ),
+    # Cannot determine Numba type of <class 'function'>
+    r"<class '(function|functools\.partial)'": (
+        "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)."
+    ),
+    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'> (for `frozenset`: <class 'type'>)
+    # A list as a global: The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, ...
+    # A list as a closure variable: <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
+    r"Untyped global name|' in globals|, \(List\(": (
+        "A kernel can capture numbers, tuples, NumPy arrays and some builtins, but no dict, list or object. Pass its "
+        "values as inputs, or assign them: gain = params['gain']."
+    ),
+    # Cannot bind 'args=(...) kws={...}' to signature '(x, out, *, n=3)' due to "TypeError: ..."
+    # tuple index out of range (Numba 0.63)
+    r"Cannot bind 'args=.*\*, |^tuple index out of range$": (
+        "Parameters are passed by position. Make the keyword-only parameter an input, or a variable of the closure."
+    ),
+    # >>> getitem(float32, Tuple())
+    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": (
+        "A 0-d input is a scalar if the kernel returns its outputs, or if scalars= lists it. Write q instead of q[()]."
+    ),
+}
+
+
+def _error_text(error: Exception) -> str:
+    """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
+    text = str(error) or type(error).__name__
+    return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
+
+
+def _is_store_to_readonly(error: Exception) -> bool:
+    """Return whether a Numba error says that a kernel stores to a read-only array."""
+    return re.search(_STORE_TO_READONLY, _error_text(error)) is not None
+
+
+def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
+    """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
+    text = _error_text(error)
+    advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
+    # For `2 * n` with a 0-d array n, numba-cuda says <ufunc 'multiply'>, and numba-cuda-mlir says 'Float' object has no
+    # attribute 'dtype'.
+    is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
+    if advice is None and 0 in signature.ranks and is_about_0d:
+        advice = (
+            "An array without dimensions has no items n[i]; under vmap, a slice may have no dimensions. Read and write "
+            "it with n[()], or list an input in scalars=['n'] and read it as n."
+        )
+    summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
+    return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
+
+
+# ======================================================================================================
+# 8. Source analysis: which arrays a kernel reads, and to which it stores.
+#
+# For Numba kernels on CPUs and GPUs, this follows from LLVM's and Numba's IR (8.1), and for Warp kernels from their
+# source (8.2 to 8.4).
+
+# -- 8.1 Numba: which buffers a kernel only reads, as LLVM and Numba's IR show -------------------------
 # Inputs do not change, except by the undetected stores that `numba_kernel` lists.  An input is safe if:
 #
 # 1. The kernel compiles for read-only arrays, and references nothing for which Numba ignores that an array is read-only
@@ -4401,209 +4607,7 @@ def _may_ignore_readonly(kernel: Any) -> bool:
     return False
 
 
-# -- 7.4 Object mode and threads -----------------------------------------------------------------------
-
-
-def _check_no_object_mode(kernel: Any, title: str) -> None:
-    """Raise an error if a kernel or a helper references Numba's object mode, under any name.
-
-    Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
-    """
-    for function in _kernel_and_helpers(kernel):
-        names = _referenced_names(_code_of(function))
-        type_names = [type(value).__name__ for _, value in _captured_values(function)]
-        if "objmode" in names or "_ObjModeContextType" in type_names:
-            raise TypeError(
-                f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
-                "with jax.pure_callback, besides the kernel or instead of it."
-            )
-
-
-def _uses_threads(overload: Any, kernel: Any) -> bool:
-    """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    # The LLVM module lacks helpers that are called through pointers.
-    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
-        return True
-    return "@numba_parallel_for(" in str(_llvm_module(overload))
-
-
-# -- 7.5 The emitter: Numba's calling convention, exceptions and threads -------------------------------
-# As in section 6, `ir` only writes code.  The code runs when XLA calls the handler.
-
-
-class _NumbaEmitter(_Emitter):
-    """An emitter that calls a compiled function of all buffers for each slice.  `_Emitter` explains the attributes."""
-
-    def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
-        import numba
-
-        def report(exception_address: int) -> int:
-            """Return the address of the message of an exception."""
-            if exception_address:
-                exception = ctypes.cast(exception_address, ctypes.py_object).value
-            else:  # a helper in object mode was called through a function pointer, so `_check_no_object_mode` missed it
-                exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
-            return _store_error_message(exception, label)
-
-        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
-        self.code_key = ("numba",)
-        self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-        self.report_address = ctypes.cast(callback, _PTR).value or 0
-        self.keep_alive = overload, callback  # the owners of these addresses
-        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
-        self.starts_threads = uses_threads
-        if uses_threads:
-            numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
-            if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
-                self.lock_address = _native_lock_address("workqueue_lock")
-
-    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        """Call the kernel for each slice.  If its status is an error, return the exception's message to XLA."""
-        from numba.core import types as nbtypes
-        from numba.core.registry import cpu_target
-
-        context = cpu_target.target_context
-        call_conv = context.call_conv
-        builder = ir.llvm_builder
-        address = ir.handler_data.kernel_address  # the copy of `self.kernel_address` that the code reads when it runs
-        with ir.each_slice(buffers, count) as arrays:
-            params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
-            param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
-            pointer_type = call_conv.get_function_type(nbtypes.none, param_types).as_pointer()
-            function = builder.inttoptr(address.value, pointer_type)
-            status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
-            with builder.if_then(status.is_error, likely=False):
-                ir.fail_inner_loop(frame, self._write_error_message(ir, context, status))
-
-    def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
-        """Create the Python exception of a status, and return the address of its message."""
-        python = context.get_python_api(ir.llvm_builder)
-        gil = python.gil_ensure()
-        context.call_conv.raise_error(ir.llvm_builder, python, status)
-        error = ir.call("PyErr_GetRaisedException")
-        message = ir.call(ir.handler_data.report_address, error)
-        ir.call("Py_DecRef", error)
-        python.gil_release(gil)
-        return message
-
-
-def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
-
-
-# -- 7.6 Errors of the compiler, with advice -----------------------------------------------------------
-# Kernels for GPUs use this part, too.
-
-# Numba 0.63 to 0.68 raise an AttributeError with this text for `x += 1`, if x is read-only.
-_INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
-_READ_ONLY_ADVICE = (
-    f"{_READ_ONLY_RULE}. Global arrays are read-only, too. Write to an output (a parameter after the inputs), list the "
-    "input in in_out_argnames, or alias an output to it with input_output_aliases."
-)
-_STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
-_RESULTS_ADVICE = "Return one value for each of outs, with as many dimensions"
-# {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.  The comments show texts of
-# Numba that the pattern below them matches.
-_ADVICE = {
-    # Cannot modify readonly array of type: readonly array(float32, 1d, C)
-    # >>> setitem(readonly array(float32, 1d, C), Literal[int](0), Literal[int](77))
-    _STORE_TO_READONLY: _READ_ONLY_ADVICE,
-    # CUDA kernel must have void return type but got int64.
-    # No conversion from int64 to none for '$26return_value.2'
-    r"must have void return type|No conversion from .* to none for": (
-        "A kernel with parameters for its outputs returns nothing. Write the value to an output: `out[:] = value`."
-    ),
-    # Known signatures: * (Array(float64, 1, 'C', False, aligned=True),) -> float64
-    # Type of #7 arg mismatch: double* != float*
-    r"Known signatures:|arg mismatch: ": (
-        "The explicit signature of a helper or gufunc does not fit this call. Remove the signature. If it has 64 bits, "
-        'you may set jax.config.update("jax_enable_x64", True) instead.'
-    ),
-    # Unknown attribute 'normal' of type Module(<module 'jax.random' from '...'>)
-    r"Module\(<module 'jax\.random'": "Kernels cannot call JAX. Draw before the call, and pass the noise as an input.",
-    # Unknown attribute 'sin' of type Module(<module 'jax.numpy' from '...'>)
-    # Cannot determine Numba type of <class 'jaxlib._jax.PjitFunction'>
-    r"Module\(<module 'jax|<class 'jax[^']*(PjitFunction|ufunc|custom_[jv][jv]p)'": (
-        "A kernel cannot call JAX. Write np. instead of jnp., and loops instead of jax.lax and jax.vmap."
-    ),
-    # Cannot determine Numba type of <class 'jax._src.interpreters.partial_eval.DynamicJaxprTracer'>
-    # >>> setitem(array(float32, 1d, C), slice<a:b>, readonly buffer(float32, 1d, C))
-    r"<class 'jax|readonly buffer\(": (
-        "A kernel cannot capture a JAX array. Pass it as an input, or, if it is a constant, capture np.asarray(array)."
-    ),
-    # Unknown attribute 'at' of type array(float32, 1d, C)
-    r"attribute 'at' of type .*array": "NumPy arrays have no `.at`. Write out[i] = 1.0 instead of out.at[i].set(1.0).",
-    # Unknown attribute 'j0' of type Module(<module 'scipy.special' from '...'>)
-    # Cannot determine Numba type of <class 'numpy.ufunc'>
-    r"Module\(<module 'scipy|<class 'numpy\.ufunc'": (
-        "Numba does not support this function. Use math.erf and math.gamma, or, on CPUs, SciPy's C functions through "
-        "numba.extending.get_cython_function_address "
-        "(https://numba.readthedocs.io/en/stable/extending/high-level.html#importing-cython-functions)."
-    ),
-    # Untyped global name 'breakpoint'
-    r"Module\(<module 'pdb|name 'breakpoint'": (
-        "Compiled kernels have no debugger. In Python, debug wrapper.__wrapped__ (or its .py_func) with NumPy arrays."
-    ),
-    # Use of unsupported opcode (IMPORT_NAME) found.
-    r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
-    # Cannot determine Numba type of <class 'xla_kernels._NumbaKernel'>
-    rf"<class '{re.escape(__name__)}\.": (
-        "A kernel cannot call a wrapper or an op. Call the @numba.njit function in it: wrapper.__wrapped__."
-    ),
-    # Cannot determine Numba type of <class 'function'>
-    r"<class '(function|functools\.partial)'": (
-        "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)."
-    ),
-    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'> (for `frozenset`: <class 'type'>)
-    # A list as a global: The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, ...
-    # A list as a closure variable: <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
-    r"Untyped global name|' in globals|, \(List\(": (
-        "A kernel can capture numbers, tuples, NumPy arrays and some builtins, but no dict, list or object. Pass its "
-        "values as inputs, or assign them: gain = params['gain']."
-    ),
-    # Cannot bind 'args=(...) kws={...}' to signature '(x, out, *, n=3)' due to "TypeError: ..."
-    # tuple index out of range (Numba 0.63)
-    r"Cannot bind 'args=.*\*, |^tuple index out of range$": (
-        "Parameters are passed by position. Make the keyword-only parameter an input, or a variable of the closure."
-    ),
-    # >>> getitem(float32, Tuple())
-    r"getitem\((u?int|float|complex|bool)\d*, Tuple\(\)": (
-        "A 0-d input is a scalar if the kernel returns its outputs, or if scalars= lists it. Write q instead of q[()]."
-    ),
-}
-
-
-def _error_text(error: Exception) -> str:
-    """Return the text of a Numba error.  Replace Numba's AttributeError for `x += 1` by its meaning."""
-    text = str(error) or type(error).__name__
-    return "Cannot modify readonly array: it is updated in place" if _INPLACE_CRASH_TEXT in text else text
-
-
-def _is_store_to_readonly(error: Exception) -> bool:
-    """Return whether a Numba error says that a kernel stores to a read-only array."""
-    return re.search(_STORE_TO_READONLY, _error_text(error)) is not None
-
-
-def _compile_error(compiler: str, signature: _Signature, error: Exception) -> TypeError:
-    """Return the error for a kernel that cannot be compiled, with advice and the compiler's text."""
-    text = _error_text(error)
-    advice = next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, text)), None)
-    # For `2 * n` with a 0-d array n, numba-cuda says <ufunc 'multiply'>, and numba-cuda-mlir says 'Float' object has no
-    # attribute 'dtype'.
-    is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
-    if advice is None and 0 in signature.ranks and is_about_0d:
-        advice = (
-            "An array without dimensions has no items n[i]; under vmap, a slice may have no dimensions. Read and write "
-            "it with n[()], or list an input in scalars=['n'] and read it as n."
-        )
-    summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
-    return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
-
-
-# ======================================================================================================
-# 8. Source analysis: the stores of Warp kernels, and other facts from their source.
-#
+# -- 8.2 Warp: kinds of stores, and the functions that a kernel calls ----------------------------------
 # Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and
 # tiles.  So an abstract interpretation of the kernel and of the functions that it calls finds the stores:
 #
@@ -4630,7 +4634,8 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
 # new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
-# `box.out[i]` is ambiguous.  It misses stores through an array of structs that a helper fills:
+# `box.out[i]` is ambiguous.  It takes `boxes[0] = box` for a store to the arrays in `box`.  It misses stores through an
+# array of structs that a helper fills:
 #
 #     boxes = wp.zeros(shape=2, dtype=Box)
 #     fill(boxes, x)              # runs boxes[0].pos = x
@@ -4649,6 +4654,8 @@ class _View(NamedTuple):
         box, after box.pos = x        {_View("x", 2, True)}
         boxes, after boxes[i] = box   {_View("x", inf, True)}, so that `boxes[i]` still has all dimensions of `x`
         boxes[i], boxes[i].pos        {_View("x", inf, True)}
+
+    Arrays that are not parameters have no views.
     """
 
     parameter: str  # a parameter that is an array, or a struct with arrays
@@ -4687,9 +4694,6 @@ def _union(sets: Iterable[set]) -> set:
 
 def _replace_all(views: Iterable[_View], **fields: Any) -> set[_View]:
     return {view._replace(**fields) for view in views}
-
-
-# -- 8.1 The functions that a Warp kernel calls --------------------------------------------------------
 
 
 class _Effect(enum.Enum):
@@ -4819,7 +4823,7 @@ def _max_ndim(warp_type: Any) -> float:
     return getattr(warp_type, "ndim", math.inf)
 
 
-# -- 8.2 Views and stores ------------------------------------------------------------------------------
+# -- 8.3 Warp: views and stores ------------------------------------------------------------------------
 
 
 class _WarpSource:
@@ -5045,7 +5049,7 @@ class _FunctionAnalysis:
             self.stores.append(store)
 
 
-# -- 8.3 Checks ----------------------------------------------------------------------------------------
+# -- 8.4 Warp: checks of stores ------------------------------------------------------------------------
 
 
 def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
