@@ -3564,10 +3564,13 @@ class _CallbackEmitter(_Emitter):
 # parameters, or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
 #
 # This section uses parts of Numba that are not documented.  If Numba changes one of the following, results may silently
-# be wrong: the members of arrays (`_numba_array_members`), the functions that write to read-only arrays, and the class
-# of gufuncs (`_may_ignore_readonly`), the IR that `compiler.run_frontend` returns, the name of the function that starts
-# threads (`_uses_threads`), and the class of object mode (`_uses_object_mode`).  Only the tests detect this, so copies
-# of this file need them, too.
+# be wrong.  Only the tests detect this, so copies of this file need them, too.
+#
+#     the members of arrays                                          `_numba_array_members`
+#     the functions that write to read-only arrays, and gufuncs      `_may_ignore_readonly`
+#     the IR that `compiler.run_frontend` returns                    `_numba_ir`
+#     the name of the function that starts threads                   `_uses_threads`
+#     the class of object mode                                       `_check_no_object_mode`
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -3717,24 +3720,24 @@ class _NumbaWrapper(_Wrapper):
     def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
         """Return the argument maps that fit the number of the kernel's parameters.
 
-        The first one is for a kernel that stores to its outputs.  If `may_return`, and if there are new outputs and no
-        scratch, there is one for a kernel that returns its outputs, too.
+        The first one is for a kernel that stores to its outputs.  If `may_return`, and if there are other outputs than
+        in-out arguments, and no scratch, there is one for a kernel that returns its outputs, too.
         """
         n_in = len(call.ins)
         n_buffers = len(call.buffers)
         args = list(range(n_in))
         for j, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
             args[self.parameters.index(name)] = n_in + j
-        new_buffers = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
-        maps = [_ArgumentMap(n_buffers, (*args, *new_buffers), self._scalar_inputs(call.ins))]
-        if may_return and new_buffers and not call.scratch:
-            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=new_buffers))
+        other_buffers = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
+        maps = [_ArgumentMap(n_buffers, (*args, *other_buffers), self._scalar_inputs(call.ins))]
+        if may_return and other_buffers and not call.scratch:
+            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=other_buffers))
         python_signature = inspect.signature(_py_func(self.kernel))
         if fitting_maps := [x for x in maps if _can_bind(python_signature, len(x.args))]:
             return fitting_maps
         self._check_no_separate_outputs(call)  # its error has the fix for kernel(v, new_v) with in_out_argnames=["v"]
-        new_kinds = ["output"] * (len(new_buffers) - len(call.scratch)) + ["scratch"] * len(call.scratch)
-        kinds = ["input"] * n_in + self.in_outs + new_kinds
+        other_kinds = ["output"] * (len(other_buffers) - len(call.scratch)) + ["scratch"] * len(call.scratch)
+        kinds = ["input"] * n_in + self.in_outs + other_kinds
         # Such as "(input, v, output) or (input, v)" with in_out_argnames=["v"].
         expected = " or ".join(f"({', '.join(kinds[buffer] for buffer in x.args)})" for x in maps)
         raise TypeError(
@@ -3856,7 +3859,7 @@ class _ArgumentMap(NamedTuple):
     scalars: frozenset[int] = frozenset()  # the 0-d inputs passed as scalars; in-out arguments stay arrays
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
-    slice_ranks: Any = None  # for batch launches (9.6): a tuple of ints, the rank of a slice of each buffer
+    slice_ranks: Any = None  # for batch launches (9.6): the rank of a slice of each buffer, a tuple of ints
 
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
@@ -3981,9 +3984,8 @@ class _NumbaCompiler:
         An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (8.1).  The first line
         that fits counts:
 
-            the kernel compiles for read-only inputs (Numba respects them     return it
-            unless `_may_ignore_readonly`)
-            it only reads its inputs, except inputs aliased to outputs        return it
+            it compiles for read-only inputs, and not `_may_ignore_readonly`  return it
+            it only reads the inputs that it must not change                  return it
             it does not compile for read-only inputs, because of a store      raise an error
             otherwise (for example, a helper has an explicit signature)       copy the inputs that may be written
         """
@@ -4001,8 +4003,8 @@ class _NumbaCompiler:
             verb = "writes" if len(names) == 1 else "may write"  # Numba's error does not name the array
             raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
         _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
-        # With the copies, it compiles.  It may be for writable inputs (the ignored value).  That is safe, because the
-        # kernel only reads the inputs that are not copied.
+        # If Numba accepts only writable types again, `_` is the error for read-only ones.  Writable types are safe now,
+        # because the kernel only reads the inputs that are not copied.
         overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
         return overload
 
@@ -4402,6 +4404,8 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
 #    often do not.  Numba's IR shows that `np.dot` only reads its operands.  Or:
 # 3. The kernel gets a copy of this input.
 #
+# GPUs have only Numba's IR as a proof, and an error instead of a copy.
+#
 # An output is surely never stored to if Numba's IR shows that the kernel only reads it.  LLVM's attributes do not show
 # this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
 
@@ -4481,8 +4485,8 @@ class _VariableUses:
     """The uses of variables in a function, from Numba's IR in SSA form (one assignment per variable).
 
     A use that is not known to be a read counts as a store.  This is safe: at worst, an input is copied (on GPUs,
-    rejected) without need.  On CPUs, `out[i] = x[i]` counts as a store to x, because the stored element may be an
-    array.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
+    rejected) without need.  On CPUs, `out[i] = x[i]` counts as a store to x, because `out` may be a list, and `x[i]`
+    an array.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
 
         v = getitem(value=x, index=$0)       # `v` may be a view of `x`
         v[$1] = $2                           # a store to `v`, and so to `x`
@@ -4644,25 +4648,25 @@ def _may_ignore_readonly(kernel: Any) -> bool:
 _RETURNED = "return"  # the key of the returned value among variables.  `return` is a keyword, so none has this name
 
 
-class _View(NamedTuple):
-    """An array that a value may be a view of, or, if the value is a struct, that a field may be a view of.
+class _Base(NamedTuple):
+    """An array of a parameter, of which a value, or a field of a struct, may be a view.
 
-    For example, if the parameter `x` is an array with two dimensions:
+    For example, if the parameter `x` is an array with two dimensions, the bases of these values are:
 
-        x[i]                          {_View("x", 1, False)}
-        x[i, j]                       {}, because it is a number
-        box, after box.pos = x        {_View("x", 2, True)}
-        boxes, after boxes[i] = box   {_View("x", inf, True)}, so that `boxes[i]` still has all dimensions of `x`
-        boxes[i], boxes[i].pos        {_View("x", inf, True)}
-
-    Arrays that are not parameters have no views.
+        x[i]                          {_Base("x", 1, False)}
+        x[i, j]                       none, because it is a number
+        wp.zeros(...)                 none, because it is not the array of a parameter
+        box, after box.pos = x        {_Base("x", 2, True)}
+        boxes, after boxes[i] = box   {_Base("x", inf, True)}, so that `boxes[i]` still has all dimensions of `x`
+        boxes[i], boxes[i].pos        {_Base("x", inf, True)}
     """
 
     parameter: str  # a parameter that is an array, or a struct with arrays
-    # An upper bound of the ndim of the view, or of all views in a struct.  It is infinite if it is unknown, in arrays
-    # of structs (above), and in tuples: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
+    # An upper bound of the ndim of the view, or of the views in a struct.  It decides whether `v[i]` is still a view, or
+    # an element.  It is infinite if it is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`,
+    # `t[0]` has all dimensions of `x`.
     max_ndim: float
-    maybe_struct: bool  # whether the value may be a struct
+    maybe_struct: bool  # whether the value may be a struct, or is read from one
 
 
 class _StoreKind(enum.IntEnum):
@@ -4692,8 +4696,8 @@ def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-def _replace_all(views: Iterable[_View], **fields: Any) -> set[_View]:
-    return {view._replace(**fields) for view in views}
+def _replace_all(bases: Iterable[_Base], **fields: Any) -> set[_Base]:
+    return {base._replace(**fields) for base in bases}
 
 
 class _Effect(enum.Enum):
@@ -4702,7 +4706,7 @@ class _Effect(enum.Enum):
     READS = "only reads"
     STORES = "stores to the first argument"
     RETURNS_ARGUMENT = "returns an argument, or a struct with it, such as Box(x, y)"
-    RETURNS_VIEW = "returns a view of an argument, with any ndim"
+    RETURNS_VIEW = "returns a base of an argument, with any ndim"
     # All arguments count as stored to, so it does not matter whether the result is a view of them.
     UNKNOWN = "may store to all arguments"
 
@@ -4797,7 +4801,7 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
-    # After a starred argument, the positions are unknown, so the parameter may get any argument.  (`_views_of` finds no
+    # After a starred argument, the positions are unknown, so the parameter may get any argument.  (`_bases_of` finds no
     # views in the starred one.  That is right, because Warp <= 1.19 rejects `*` of a tuple of arrays.)
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return _arguments(call)
@@ -4838,8 +4842,8 @@ class _WarpSource:
                 self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
                 self.calls += analysis.callees.items()
                 pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
-        self._repeat_until_stable(_FunctionAnalysis.find_views)
-        # Afterwards: with incomplete views, an ambiguous store would be taken for an exact one.
+        self._repeat_until_stable(_FunctionAnalysis.find_bases)
+        # Afterwards: with incomplete bases, an ambiguous store would be taken for an exact one.
         self._repeat_until_stable(_FunctionAnalysis.find_stores)
         # {parameter of the kernel: a store to its array}.  A store that is an error for an input precedes others.
         self.stores: dict[str, _Store] = {}
@@ -4882,9 +4886,9 @@ class _WarpSource:
 
 
 class _FunctionAnalysis:
-    """The views and stores of one Warp function, in terms of its parameters.
+    """The bases of variables, and the stores, of one Warp function, in terms of its parameters.
 
-    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
+    For example, `tail(a)` returns `a[1:]`, a base of `a`.  So in the analysis of a caller, `tail(x)` is a base of `x`.
 
     Warp <= 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
     `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is a number.
@@ -4896,7 +4900,7 @@ class _FunctionAnalysis:
         self.captured = _referenced_variables(_py_func(function))  # including builtins of Python
         self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
         self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
-        self.views: dict[str, set[_View]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
+        self.bases: dict[str, set[_Base]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
         self.stores: list[_Store] = []
         # Each call of this function is a possible store to these parameters.  They are:
         # - all parameters with arrays of a C++ function, which the analysis cannot read
@@ -4906,63 +4910,63 @@ class _FunctionAnalysis:
         for name, warp_type in _parameter_types(function).items():
             if max_ndim := _max_ndim(warp_type):
                 # If it is not an array, it is a struct, `Any` or a reference.
-                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_array_type(warp_type))}
+                self.bases[name] = {_Base(name, max_ndim, maybe_struct=not _is_array_type(warp_type))}
                 if is_cpp or _is_reference(warp_type):
                     self.maybe_stored.append(name)
 
-    # -- views --
+    # -- bases --
 
-    def find_views(self) -> int:
-        """Add the views that each variable, and the returned value, may be.  Return the number of views so far."""
+    def find_bases(self) -> int:
+        """Add the bases of each variable, and of the returned value.  Return the number of bases so far."""
         for node in self.nodes:
             match node:
                 case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
                     for variable, value in zip(variables, values):
-                        self._assign(variable, self._views_of(value))
+                        self._assign(variable, self._bases_of(value))
                 case ast.Assign(targets=[target], value=value):
-                    self._assign(target, self._views_of(value))
+                    self._assign(target, self._bases_of(value))
                 case ast.Return(value=ast.expr() as value):
-                    self.views[_RETURNED] |= self._views_of(value)
-        return sum(map(len, self.views.values()))
+                    self.bases[_RETURNED] |= self._bases_of(value)
+        return sum(map(len, self.bases.values()))
 
-    def _assign(self, target: ast.expr, views: set[_View]) -> None:
-        """Add views to the variables of a target."""
+    def _assign(self, target: ast.expr, bases: set[_Base]) -> None:
+        """Add bases to the variables of a target."""
         match target:
             case ast.Name(id=name):
-                self.views[name] |= views
+                self.bases[name] |= bases
             case ast.Tuple(elts=variables):
                 for variable in variables:
-                    self._assign(variable, views)
+                    self._assign(variable, bases)
             case ast.Attribute(value=struct):
-                self._assign(struct, _replace_all(views, maybe_struct=True))
+                self._assign(struct, _replace_all(bases, maybe_struct=True))
             case ast.Subscript(value=array):
-                # Only elements that are structs have views.  `array[k]` must keep all dimensions of the arrays in them.
-                self._assign(array, _replace_all((view for view in views if view.maybe_struct), max_ndim=math.inf))
+                # Only elements that are structs have bases.  `array[k]` must keep all dimensions of the arrays in them.
+                self._assign(array, _replace_all((base for base in bases if base.maybe_struct), max_ndim=math.inf))
 
-    def _views_of(self, node: ast.expr) -> set[_View]:
-        """Return the views that the value of an expression may be."""
+    def _bases_of(self, node: ast.expr) -> set[_Base]:
+        """Return the arrays of which the value of an expression may be a view."""
         match node:
             case ast.Name(id=name):
-                return self.views[name]
+                return self.bases[name]
             case ast.Subscript(value=owner, slice=index):
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
                 n_lost = sum(map(self._removes_dimension, indices))
                 # A view without dimensions is an element: a number, vector, matrix or struct.
-                views = self._views_of(owner)
-                return {view._replace(max_ndim=view.max_ndim - n_lost) for view in views if view.max_ndim > n_lost}
+                bases = self._bases_of(owner)
+                return {base._replace(max_ndim=base.max_ndim - n_lost) for base in bases if base.max_ndim > n_lost}
             case ast.Attribute(value=owner, attr=name):  # `x.size` is a number, but a struct may have an array `size`
-                return {view for view in self._views_of(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
+                return {base for base in self._bases_of(owner) if base.maybe_struct or name not in _ARRAY_METADATA}
             case ast.Tuple(elts=parts):
-                return _replace_all(self._views_of_any(parts), max_ndim=math.inf)
+                return _replace_all(self._bases_of_any(parts), max_ndim=math.inf)
             case ast.IfExp(body=first, orelse=second):
-                return self._views_of_any([first, second])
+                return self._bases_of_any([first, second])
             case ast.Call():
-                return _union(self._views_of_result(node, callee) for callee in _overloads(self.callees[node]))
+                return _union(self._bases_of_result(node, callee) for callee in _overloads(self.callees[node]))
         return set()  # other expressions have no arrays
 
-    def _views_of_any(self, nodes: Iterable[ast.expr]) -> set[_View]:
-        """Return the views that one of several values may be."""
-        return _union(map(self._views_of, nodes))
+    def _bases_of_any(self, nodes: Iterable[ast.expr]) -> set[_Base]:
+        """Return the arrays of which one of several values may be a view."""
+        return _union(map(self._bases_of, nodes))
 
     def _removes_dimension(self, index: ast.expr) -> bool:
         """Return whether an index selects one element of a dimension, unlike a slice."""
@@ -4971,30 +4975,30 @@ class _FunctionAnalysis:
         # If the function references Python's `slice`, as in `s = slice(0, 2)`, any variable may be a slice.
         return isinstance(index, ast.Constant) or "slice" not in self.captured
 
-    def _views_of_result(self, call: ast.Call, callee: Any) -> set[_View]:
-        """Return the views that the result of a call may be."""
+    def _bases_of_result(self, call: ast.Call, callee: Any) -> set[_Base]:
+        """Return the arrays of which the result of a call may be a view."""
         if _is_user_function(callee):
             # The ndim comes from the declared types of the called function.  That of an argument may be unknown.
             return {
-                _View(view.parameter, returned.max_ndim, returned.maybe_struct or view.maybe_struct)
-                for returned in self.analyses[callee].views[_RETURNED]
-                for view in self._views_of_argument(call, callee, returned.parameter)
+                _Base(base.parameter, returned.max_ndim, returned.maybe_struct or base.maybe_struct)
+                for returned in self.analyses[callee].bases[_RETURNED]
+                for base in self._bases_of_argument(call, callee, returned.parameter)
             }
-        views = self._views_of_any(_arguments(call))
+        bases = self._bases_of_any(_arguments(call))
         match _effect(callee):
             case _Effect.RETURNS_ARGUMENT:
-                return _replace_all(views, maybe_struct=True)
+                return _replace_all(bases, maybe_struct=True)
             case _Effect.RETURNS_VIEW:
-                return _replace_all(views, max_ndim=math.inf)
+                return _replace_all(bases, max_ndim=math.inf)
         return set()
 
-    def _views_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_View]:
-        """Return the views of the caller that a parameter of the called function may be, or refer into."""
+    def _bases_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_Base]:
+        """Return the arrays into which an argument of a call may refer, as a view or by a reference to an element."""
         arguments = _arguments_for(call, callee, parameter)
-        views = self._views_of_any(arguments)
+        bases = self._bases_of_any(arguments)
         if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` refers into `x`
-            views |= _union(map(self._arrays_containing, arguments))
-        return views
+            bases |= _union(map(self._arrays_containing, arguments))
+        return bases
 
     # -- stores --
 
@@ -5009,15 +5013,15 @@ class _FunctionAnalysis:
                         self._find_stores_of_call(node, callee)
         return len(self.stores)
 
-    def _arrays_containing(self, target: ast.expr) -> set[_View]:
+    def _arrays_containing(self, target: ast.expr) -> set[_Base]:
         """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
 
         An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
-        In `x[i][0]`, `x[i]` may be a view of `x`, or a vector in `x`.  So views of `x[i]` and arrays around it count.
+        In `x[i][0]`, `x[i]` may be a base of `x`, or a vector in `x`.  So bases of `x[i]` and arrays around it count.
         """
         match target:
             case ast.Subscript(value=owner):
-                return self._views_of(owner) | self._arrays_containing(owner)
+                return self._bases_of(owner) | self._arrays_containing(owner)
             case ast.Attribute(value=owner):
                 return self._arrays_containing(owner)
         return set()
@@ -5027,23 +5031,23 @@ class _FunctionAnalysis:
         if _is_user_function(callee):
             analysis = self.analyses[callee]
             for parameter in analysis.maybe_stored:
-                self._add_store(self._views_of_argument(call, callee, parameter), call, is_possible=True)
+                self._add_store(self._bases_of_argument(call, callee, parameter), call, is_possible=True)
             for store in list(analysis.stores):  # a copy, because the callee may be this function
-                views = _union(self._views_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(views, store.node, store.function, store.is_possible)
+                bases = _union(self._bases_of_argument(call, callee, name) for name in store.parameters)
+                self._add_store(bases, store.node, store.function, store.is_possible)
             return
         effect = _effect(callee)
         if effect is _Effect.STORES:
             # With keywords only, any of them may be the first parameter.
-            self._add_store(self._views_of_any(call.args[:1] or _arguments(call)), call)
+            self._add_store(self._bases_of_any(call.args[:1] or _arguments(call)), call)
         elif effect is _Effect.UNKNOWN:
-            self._add_store(self._views_of_any(_arguments(call)), call, is_possible=True)
+            self._add_store(self._bases_of_any(_arguments(call)), call, is_possible=True)
 
     def _add_store(
-        self, views: Iterable[_View], node: ast.AST, function: Any = None, is_possible: bool = False
+        self, bases: Iterable[_Base], node: ast.AST, function: Any = None, is_possible: bool = False
     ) -> None:
-        """Add a store to one of the arrays of these views, by a node of this function or of another one."""
-        parameters = frozenset(view.parameter for view in views)
+        """Add a store to one of these arrays, by a node of this function or of another one."""
+        parameters = frozenset(base.parameter for base in bases)
         store = _Store(parameters, node, function or self.function, is_possible)
         if parameters and store not in self.stores:
             self.stores.append(store)
@@ -5165,7 +5169,7 @@ def numba_cuda_kernel(
 
     - The option `vmap_method="sequential"` is given.
     - The grid has several blocks along z.
-    - The kernel reads `blockIdx.z`, `gridDim.z`, or the number of its launch (`%gridid`).
+    - The kernel reads `blockIdx.z` or `gridDim.z`, as `cuda.grid(3)` does, or the number of its launch (`%gridid`).
     - The kernel uses clusters, calls external functions, or may write to a global device array.
     - The kernel does not compile for batches, or captured values have changed since it was compiled.
     - The kernel that is compiled for batches allows fewer threads in a block than the launch has.
@@ -5212,7 +5216,7 @@ def numba_cuda_kernel(
         cooperative kernels).  Use `numba_cuda_callable` for these.
       ValueError: See `numba_kernel`.  Also in these cases:
 
-        - Neither `launch_dims` nor both `grid` and `block` are given, or all three are.
+        - Not exactly one of these is given: `launch_dims`, or both `grid` and `block`.
         - A number exceeds CUDA's limits (1,024 threads in a block).
         - `threads_per_block` is given but not used.
         - The number of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  This is not checked if the kernel
@@ -5861,8 +5865,8 @@ def _cuda_ordinals() -> list[int]:
 #     scale = 2.0; call(x)               # compiles the kernel for one slice, which keeps 2.0
 #     scale = 3.0; jax.vmap(call)(x)     # a batch kernel would have 3.0, so each slice has a launch, with 2.0
 #
-# A change between a launch by the user and the first call of a wrapper is not detected, if both use the same types.
-# A user's launch compiles for writable arrays, so the types differ if an input is read-only:
+# A change between a launch by the user and the first call of a wrapper is not detected if both use the same types.  A
+# user's launch compiles for writable arrays, so this needs a kernel whose only input is in-out:
 #
 #     scale = 2.0; kernel[1, 8](x)       # compiles the kernel for one slice, which keeps 2.0
 #     scale = 3.0; call(x)               # finds this compiled kernel, and stores the fingerprint for 3.0
