@@ -4662,8 +4662,8 @@ class _Base(NamedTuple):
     """
 
     parameter: str  # a parameter that is an array, or a struct with arrays
-    # An upper bound of the ndim of the view, or of the views in a struct.  It decides whether `v[i]` is still a view, or
-    # an element.  It is infinite if it is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`,
+    # An upper bound of the ndim of the view, or of the views in a struct.  It decides whether `v[i]` is a view, or an
+    # element.  It is infinite if it is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`,
     # `t[0]` has all dimensions of `x`.
     max_ndim: float
     maybe_struct: bool  # whether the value may be a struct, or is read from one
