@@ -4123,6 +4123,9 @@ WARP_GRADIENTS = {
     "unrolled triangle": (
         "s = float(1.0)\nfor k in range(4):\n    for j in range(k):\n        s = s * x[i, j]\nout[i] = s",
         lambda x: x[0] ** 3 * x[1] ** 2 * x[2]),
+    "step of a loop is the index of an unrolled loop": (
+        "s = float(0.0)\nfor j in range(1, 3):\n    for k in range(0, 3, j):\n        s += x[i, k]\nout[i] = s",
+        lambda x: 2 * x[0] + x[1] + 2 * x[2]),
     "sum of doubles": (
         "s = wp.float64(0.0)\nfor j in range(x.shape[1]):\n    s += wp.float64(x[i, j])\nout[i] = float(s)", jnp.sum),
     "sum or zero": (row_loop(ADD, "out[i] = wp.where(i < 5, s, 0.0)"), jnp.sum),

@@ -4638,8 +4638,8 @@ def _may_ignore_readonly(kernel: Any) -> bool:
 #
 # The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
 # new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
-# `box.out[i]` is ambiguous.  It takes `boxes[0] = box` for a store to the arrays in `box`.  It misses stores through an
-# array of structs that a helper fills:
+# `box.out[i]` is ambiguous.  It is too strict for `boxes[0] = box`, which counts as a store to the arrays in `box`.  It
+# does not find stores through an array of structs that a helper fills:
 #
 #     boxes = wp.zeros(shape=2, dtype=Box)
 #     fill(boxes, x)              # runs boxes[0].pos = x
@@ -4706,7 +4706,7 @@ class _Effect(enum.Enum):
     READS = "only reads"
     STORES = "stores to the first argument"
     RETURNS_ARGUMENT = "returns an argument, or a struct with it, such as Box(x, y)"
-    RETURNS_VIEW = "returns a base of an argument, with any ndim"
+    RETURNS_VIEW = "returns a view of an argument, with any ndim"
     # All arguments count as stored to, so it does not matter whether the result is a view of them.
     UNKNOWN = "may store to all arguments"
 
@@ -4888,7 +4888,7 @@ class _WarpSource:
 class _FunctionAnalysis:
     """The bases of variables, and the stores, of one Warp function, in terms of its parameters.
 
-    For example, `tail(a)` returns `a[1:]`, a base of `a`.  So in the analysis of a caller, `tail(x)` is a base of `x`.
+    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
 
     Warp <= 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
     `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is a number.
@@ -4986,7 +4986,7 @@ class _FunctionAnalysis:
             }
         bases = self._bases_of_any(_arguments(call))
         match _effect(callee):
-            case _Effect.RETURNS_ARGUMENT:
+            case _Effect.RETURNS_ARGUMENT:  # perhaps in a struct
                 return _replace_all(bases, maybe_struct=True)
             case _Effect.RETURNS_VIEW:
                 return _replace_all(bases, max_ndim=math.inf)
@@ -5017,7 +5017,7 @@ class _FunctionAnalysis:
         """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
 
         An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
-        In `x[i][0]`, `x[i]` may be a base of `x`, or a vector in `x`.  So bases of `x[i]` and arrays around it count.
+        In `x[i][0]`, `x[i]` may be a view of `x`, or a vector in `x`.  So its bases and the arrays around it count.
         """
         match target:
             case ast.Subscript(value=owner):
@@ -5073,11 +5073,11 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
         if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, an aliased input, or no array
             continue
         reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
-        if store.kind is _StoreKind.EXACT:  # ambiguous stores go to copies
+        if store.kind is _StoreKind.EXACT:  # otherwise it is possible: ambiguous stores go to copies
             raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
         fix_if_read = (
-            f" If this statement only reads {name!r}, list it in in_out_argnames nevertheless, add its spec to outs "
-            "(in-out arguments come first), and ignore the additional result."
+            f" If this statement only reads {name!r}, list {name!r} in in_out_argnames nevertheless, add its spec to "
+            "outs (in-out arguments come first), and ignore the additional result."
         )
         raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
     if wrapper.options.checks_outputs:
@@ -9119,7 +9119,8 @@ class _GradientCheck:
         self.stale |= assigned  # after the loop
 
     def is_unrolled(self, loop: Any) -> bool:
-        with contextlib.suppress(AttributeError, TypeError):  # it has no range, or a bound is not constant
+        # It has no range, a bound is not constant, or the step is 0, which stands for the index of an unrolled loop.
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
             return len(range(*map(self.constant, loop.iter.args))) <= self.max_unroll
         return False
 
