@@ -29,7 +29,8 @@ Not checked, and the user's responsibility:
 
 - indices, by default: an index out of bounds corrupts memory, as in C
 - stores to inputs by your own intrinsics, overloads and types, by C or C++ code that Numba kernels call, through raw
-  addresses, and by the Python code of a `numba_cuda_callable`
+  addresses, through structs in arrays that a helper of a Warp kernel fills, and by the Python code of a
+  `numba_cuda_callable`
 - stores to global device arrays
 - static parameters of your own types whose `__eq__` is true for different values: a call may use an earlier value
 - globals that another thread assigns during a compilation: the kernel may contain the old or the new value
@@ -7600,8 +7601,8 @@ class XLACustomKernel(_PickledByReference):
             op.def_kernel(backend, platform, kg)
             @op.def_kernel(backend, platform)
 
-        A kernel that is registered again replaces the previous one, even in functions that were compiled with it: JAX
-        compiles these again.
+        A kernel that is registered again replaces the previous one, even in functions that were compiled with it.  For
+        this, JAX's caches are cleared, so all functions of the process are compiled again when they are called.
 
         Args:
           backend: str.  Any name.  For `"numba"`, `"warp"`, `"numba_cuda"`, `"pallas"`, `"triton"` and `"cuda_raw"`
