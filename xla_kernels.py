@@ -5099,33 +5099,25 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #         `_CudaEmitter`                      writes a handler that launches the kernel once per slice (9.5)
 #     `_CudaBatchLaunch`                      when a batch is lowered: one launch for many slices (9.6)
 #
-# Other handlers call Python:
+# For a `numba_cuda_callable`, and for a kernel in the simulator, the handler calls Python for each slice:
 #
-#     `_CudaCallable._find_target`            for the function of a `numba_cuda_callable`, which launches kernels (9.2)
-#     `_CudaSimulator.kernel_handler`         for a kernel that runs in the simulator (9.7)
+#     the handler, with a `_CallbackEmitter` (6.7)
+#       `run_slice`, in `callback_emitter`    converts addresses to arrays of the package (9.3) or the simulator (9.7)
+#         `launch`                            runs the function of the callable (9.2), or the simulator (9.7)
 #
 # Section 10 uses 9.1, 9.5 and the fallback reasons of 9.6 for Warp's kernels.
 #
-# Most of what this section uses of the packages is not documented.  If a new version removes or renames one of these
-# parts, there is an error:
+# Most of what this section uses of the packages is not documented.  If a package removes a name, there is an error.  If
+# one of the following changes, results may silently be wrong.  Only the tests named test_fakecuda detect this, so
+# copies of this file need them, too.
 #
-#     dispatchers         `compile`, `overloads`, `targetoptions`, `py_func`, `_can_compile`
-#     compiled kernels    `type_annotation`; `_codelibrary` and `entry_name`, or `ptx` and `metadata`
-#     `cuda`              `gpus`, `from_cuda_array_interface`, `external_stream`
-#     others              `FakeCUDAArray` of the simulator; `ir_utils.find_callname` and `.find_const` of Numba
-#
-# If one of these facts changes, there may be no error.  Of the tests that belong to this file, those named
-# test_fakecuda then fail.
-#
-#     parameters          their layout (`param_words`)
-#     launches            the options and functions that need more than cuLaunchKernel (`_check_launch`)
-#     z                   how PTX and Numba's IR show its uses (`_PTX_USES_Z`, `_n_cuda_grid_indices`)
-#     stores              which functions ignore read-only arrays, and their typed code (`_find_store_to_readonly`)
-#     lifetimes           compiled code keeps global arrays alive (`_CudaLauncher`)
-#     contexts            XLA makes the context of the call's device current (`_CudaEmitter`)
-#
-# If `_numba_type_` of device arrays is renamed, only a test on a GPU fails:
-# test_on_cuda_callable_that_writes_to_input_is_rejected.
+#     the layout of a kernel's parameters                               `param_words`
+#     the options and functions that need more than cuLaunchKernel      `_check_launch`
+#     the uses of z, in PTX and in Numba's IR                           `_PTX_USES_Z`, `_n_cuda_grid_indices`
+#     the functions that write to read-only arrays, and typed code      `_find_store_to_readonly`
+#     compiled code keeps global arrays alive                           `_CudaLauncher`
+#     XLA makes the context of the call's device current                `_CudaEmitter`
+#     the attribute `_numba_type_` of device arrays                     `_read_only_class`; detected only on a GPU
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
@@ -5165,23 +5157,20 @@ def numba_cuda_kernel(
     without Python and the GIL.  XLA may capture the launch in a CUDA graph.  Without a GPU, a program can still be
     lowered for CUDA and exported.
 
-    `vmap` launches the kernel once for up to 65,535 batch elements.  Each element has its own z index of the grid, and
-    the elements run in any order.  In these cases there is a launch per batch element, in order:
+    `vmap` launches the kernel once for up to 65,535 batch elements, which are the blocks along z and run in any order.
+    Each batch element has its own launch, in order, in these cases (this module's logger shows the reason at level
+    DEBUG when the batch is lowered):
 
-    - The option `vmap_method="sequential"` is given.
-    - The grid has several blocks along z.
-    - The kernel reads `blockIdx.z` or `gridDim.z`, as `cuda.grid(3)` does, or the number of its launch (`%gridid`).
-    - The kernel uses clusters, calls external functions, or may write to a global device array.
-    - The kernel does not compile for batches, or captured values have changed since it was compiled.
-    - The kernel that is compiled for batches allows fewer threads in a block than the launch has.
+    - `vmap_method="sequential"`;
+    - the grid has several blocks along z;
+    - the kernel reads `blockIdx.z` or `gridDim.z`, as `cuda.grid(3)` does, or the number of its launch (`%gridid`);
+    - the kernel uses clusters, calls external functions, or may write to a global device array;
+    - the kernel does not compile for batches, or then allows fewer threads in a block than the launch has;
+    - captured values have changed since the kernel was compiled.
 
-    Each time such a batch is lowered, the logger "xla_kernels" (this module's name) states the reason, at level DEBUG.
+    New outputs are zeroed (`zero_outputs`) by one `cuMemsetD8Async` per output, even in a batch.
 
-    Zeros for new outputs (`zero_outputs`) take one `cuMemsetD8Async` on the same stream per output, not per batch
-    element.
-
-    A global device array is not copied: the kernel reads its memory, which stays allocated as long as the process
-    lives.  A kernel that writes to such an array changes the caller's array.
+    A global device array is not copied.  The kernel uses its memory, which is never freed, and may write to it.
 
     CUDA kernels cannot raise exceptions.  With numba-cuda-mlir, all GPUs must have the same architecture.
 
@@ -5193,12 +5182,11 @@ def numba_cuda_kernel(
         `numba_cuda_kernel(outs=...)` is a decorator to put above `@cuda.jit`.
       outs, vmap_method, input_output_aliases, in_out_argnames, scalars, has_side_effect, scratch, zero_outputs, name:
         See `numba_kernel`.
-      grid: The number of blocks: an int or a tuple of up to three ints (x, y, z), not a function.  Requires `block`.
-        For a grid that depends on shapes, use `launch_dims`, or create the wrapper inside the function that calls it:
-        the wrappers of a kernel share its compiled code.
+      grid: The number of blocks: an int or a tuple of up to three ints (x, y, z).  Requires `block`.  If the grid
+        depends on shapes, use `launch_dims`, or create a wrapper in each call.  All wrappers share the compiled kernel.
       block: The number of threads in a block: an int or a tuple of up to three ints (x, y, z).
-      launch_dims: The number of threads: an int, a tuple of up to three ints (x, y, z), or a function of the inputs'
-        specs that returns one of these.  Replaces `grid` and `block`.  The grid consists of whole blocks, so the kernel
+      launch_dims: Replaces `grid` and `block`.  The number of threads: an int, a tuple of up to three ints (x, y, z),
+        or a function of the inputs' specs that returns one of these.  The grid consists of whole blocks, so the kernel
         must check indices (`if i < out.size`).  If a number is 0, nothing is launched.  Adjacent threads differ in x,
         so let x be the last dimension of a matrix:
 
@@ -5258,8 +5246,7 @@ def numba_cuda_callable(
 
         func(*inputs, *outputs, *scratch, stream)
 
-    It is ordinary Python.  Only its references are analyzed.  It may call helpers, keep kernels in containers or in
-    `self`, and allocate temporary arrays (`cuda.device_array_like(x)`).  It may copy arrays
+    It may allocate temporary arrays (`cuda.device_array_like(x)`), copy arrays
     (`tmp.copy_to_device(x, stream=stream)`), and read them (`x.copy_to_host(stream=stream)`, then
     `stream.synchronize()`).  These rules are its own responsibility:
 
@@ -5282,10 +5269,10 @@ def numba_cuda_callable(
     element.  Calls hold the GIL, and are not captured in CUDA graphs.  A program with a callable cannot be exported.
 
     Args:
-      func: A Python function or method.  The arrays and the stream belong to the CUDA package (`numba.cuda` or
-        `numba_cuda_mlir`) whose kernel or module `cuda` is referenced by `func`, as a global, closure variable or
-        default, also in a tuple or list.  If there is none, they belong to the package that is imported.  Of two such
-        packages, the simulator comes first, then `numba_cuda_mlir`.
+      func: A Python function or method.  Its arrays and stream belong to the CUDA package (`numba.cuda` or
+        `numba_cuda_mlir`) whose module `cuda`, or one of whose kernels, is a captured value of `func` (a global,
+        closure variable or default, also in a tuple or list).  If there is none, they belong to the package that is
+        imported.  Of two such packages, the simulator comes first, then `numba_cuda_mlir`.
       outs, vmap_method, input_output_aliases, has_side_effect, scratch, zero_outputs: See `numba_kernel`.  `scratch`
         provides temporary arrays without an allocation.
 
@@ -5385,9 +5372,11 @@ class _SizesOption(NamedTuple):
     fix: str  # a sentence for errors
 
     def xyz(self, value: Any, origin: str = "") -> tuple[int, int, int]:
-        """Return the sizes x, y and z.  Check the limits.
+        """Return the sizes x, y and z.  Raise an error if one is out of range.
 
-        `origin` follows the value in errors.  It says where a value comes from that the user has not given.
+        `origin` says where the value comes from, if the user has not passed it: ", from launch_dims=(16, 1600000)" in
+
+            grid.y must be an int from 0 to 65535; got 100000 in grid=(1, 100000, 1), from launch_dims=(16, 1600000).
         """
         name = self.name
         error_text = f"{name} must be an int or a tuple of 1 to 3 ints; got {value!r}. Pass {name}=(x, y), for example."
@@ -5484,8 +5473,11 @@ class _CudaOptions(_Options):
 def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, index_function: str) -> None:
     """Raise an error if the number of launch dimensions differs from the number of indices of a thread.
 
-    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.  `launch_text`
-    shows the launch, for example "launch_dims=7".
+    With more dimensions than indices, threads repeat the same work.  With fewer, an index is always 0.  For example,
+    if `launch_text` is "launch_dims=7", the error is:
+
+        launch_dims needs one int for each index of a thread. numba_cuda_kernel 'add': launch_dims=7 has 1 dimension,
+        but cuda.grid returns 2 values. For example, pass launch_dims=(64, 64).
     """
     if n_dims != n_indices:
         raise ValueError(
@@ -5498,7 +5490,7 @@ def _check_n_indices(title: str, launch_text: str, n_dims: int, n_indices: int, 
 def _n_cuda_grid_indices(kernel: Any) -> int:
     """Return the largest constant n of the calls `cuda.grid(n)` in a kernel and its helpers, or 0 if there is none.
 
-    Return 0, too, if they read an attribute y or z of any object: `cuda.blockIdx.y`, for example, is one more index.
+    Also return 0 if they read an attribute y or z of any object, because `cuda.blockIdx.y`, for example, is an index.
     """
     n_indices = 0
     for function in _kernel_and_helpers(kernel):
@@ -5546,14 +5538,15 @@ class _CudaWrapper(_NumbaWrapper):
         return call.signature(self.__name__)
 
     def _target(
-        self, package: Any, signature: _Signature, compile_handler: Callable, freezes_globals: bool, key: tuple
+        self, package: Any, signature: _Signature, compile_handler: Callable, freezes_globals: bool, *options: Any
     ) -> _CallTarget:
         """Return the target of a call with this signature.  If it is new, compile and register its handler.
 
-        For `freezes_globals`, see `_TargetRegistry.numba_target_name`.
-        `key` has all that determines the handler, besides the kernel and the signature.
+        If `freezes_globals`, machine code keeps the values of globals.  Otherwise Python reads them on each run, and
+        the target is not shared (3.5).  The kernel, the signature and `options` determine the handler.
         """
-        specialization = _Specialization(signature, ("cuda", package.module, *key), package.platform, self.options.name)
+        options = "cuda", package.module, *options
+        specialization = _Specialization(signature, options, package.platform, self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
         return _CallTarget(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
@@ -5592,18 +5585,10 @@ class _CudaKernel(_CudaWrapper):
         if launch_dims is not None and (n_indices := _n_cuda_grid_indices(self.kernel)):
             _check_n_indices(self.title, f"launch_dims={launch_dims}", np.size(launch_dims), n_indices, "cuda.grid")
         [argument_map] = self._argument_maps(call, may_return=False)
-
-        def compile_handler() -> _CompiledHandler | None:
-            maybe_written = argument_map.maybe_written_buffers(_positions_only_read_in_numba_ir(self.kernel))
-            handler = self._compile_if_devices(argument_map, signature, maybe_written)
-            if options.checks_outputs:
-                buffer_of = dict(argument_map.named_args(self.parameters))
-                _check_outputs_are_stored(self.title, buffer_of, maybe_written, call, fix_index="i")
-            return handler
-
-        key = argument_map, options.in_order, options.checks_outputs
-        # In the simulator, Python reads globals on each run.
-        target = self._target(package, signature, compile_handler, freezes_globals=package.platform == "cuda", key=key)
+        compile_handler = functools.partial(self._compile_handler, call, signature, argument_map)
+        freezes_globals = isinstance(package, _CudaPackage)  # the simulator runs Python
+        options_of_handler = argument_map, options.in_order, options.checks_outputs
+        target = self._target(package, signature, compile_handler, freezes_globals, *options_of_handler)
         target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
         if options.name and not options.in_order:
             # With `name`, the target has the same name in all processes, so a trace in process B serves a program that
@@ -5615,25 +5600,25 @@ class _CudaKernel(_CudaWrapper):
             target.prepare_lowering(package.platform, has_batch=True)
         return target
 
-    def _compile_if_devices(
-        self, argument_map: _ArgumentMap, signature: _Signature, maybe_written: set[int]
+    def _compile_handler(
+        self, call: _CallParams, signature: _Signature, argument_map: _ArgumentMap
     ) -> _CompiledHandler | None:
-        """Compile the kernel, which may write to these buffers.  If there is no device to run it, return None."""
+        """Compile the kernel and its handler, and check the stores.  If there is no device, only check the outputs."""
         package = self.package
+        only_read = _positions_only_read_in_numba_ir(self.kernel)
+        stored = argument_map.maybe_written_buffers(only_read)  # the buffers to which the kernel may store
         if not _local_devices(package.platform):
-            return None
-        if isinstance(package, _CudaSimulator):
-            return package.kernel_handler(self.kernel, argument_map, signature)
-        return _CudaCompiler(
-            package=package,
-            kernel=self.kernel,
-            argument_map=argument_map,
-            signature=signature,
-            in_order=self.options.in_order,
-            maybe_written_inputs=argument_map.names_of(
-                maybe_written & argument_map.protected_inputs(signature), self.parameters
-            ),
-        ).compile_kernel_and_handler()
+            handler = None  # this process only lowers programs
+        elif isinstance(package, _CudaSimulator):
+            handler = package.kernel_handler(self.kernel, argument_map, signature)
+        else:
+            unproven = argument_map.names_of(stored & argument_map.protected_inputs(signature), self.parameters)
+            compiler = _CudaCompiler(package, self.kernel, argument_map, signature, self.options.in_order, unproven)
+            handler = compiler.compile_kernel_and_handler()
+        if self.options.checks_outputs:
+            buffer_of = dict(argument_map.named_args(self.parameters))
+            _check_outputs_are_stored(self.title, buffer_of, stored, call, fix_index="i")
+        return handler
 
 
 class _CudaCallable(_CudaWrapper):
@@ -5655,15 +5640,15 @@ class _CudaCallable(_CudaWrapper):
         device_functions = [x for x in _kernel_and_helpers(function) if getattr(x, "targetoptions", {}).get("device")]
         # The check of inputs is off if a helper has explicit signatures: numba-cuda 0.30 passes it no read-only arrays.
         readonly_inputs = set() if any(map(_has_explicit_signatures, device_functions)) else signature.unaliased_inputs
-        # The handler keeps `run` alive forever, so `run` must not refer to the wrapper and its caches.
-        run = functools.partial(_run_callable, self.kernel, self.title)
+        # The handler keeps `launch` alive forever, so `launch` must not refer to the wrapper and its caches.
+        launch = functools.partial(_run_callable, self.kernel, self.title)
 
         def compile_handler() -> _CompiledHandler | None:
             if not _local_devices(package.platform):  # this process only lowers programs
                 return None
-            return _build_handler(signature, package.callback_emitter(signature, run, readonly_inputs))
+            return _build_handler(signature, package.callback_emitter(signature, launch, readonly_inputs))
 
-        return self._target(package, signature, compile_handler, freezes_globals=False, key=())
+        return self._target(package, signature, compile_handler, freezes_globals=False)
 
 
 # {regular expression of an error of a package or of NumPy: the problem and the fix}
@@ -5681,7 +5666,7 @@ _CALLABLE_ERRORS = {
 
 
 def _run_callable(func: Callable, title: str, arrays: list, stream: Any, _launch_address: int) -> None:
-    """Call the function of a `numba_cuda_callable`.  `title` names it in errors."""
+    """Run one slice of a `numba_cuda_callable`, as `launch` in the diagram of section 9.  `title` is for errors."""
     try:
         returned = func(*arrays, stream)
     except Exception as error:
@@ -5720,8 +5705,9 @@ class _CudaPackage:
 
     module: str  # the name of the package's module `cuda`
     device_inline: str  # the option `inline` of a device function that an adapter calls
-    ptx_and_entry: Callable[[Any], tuple[str, str]]  # compiled kernel -> (its PTX, its name there)
-    cubin: Callable[[Any], Any]  # compiled kernel -> its machine code (numba-cuda: for the current device)
+    # Functions of an overload, the package's object for a compiled kernel:
+    ptx_and_entry: Callable[[Any], tuple[str, str]]  # -> its PTX, and its name there
+    cubin: Callable[[Any], Any]  # -> its machine code (numba-cuda: for the current device)
     param_words: Callable[[_KernelArray], list]  # array -> the int64 parameters that a kernel takes for it
     platform: str = "cuda"  # the platform on which JAX calls the package's kernels
 
@@ -5740,18 +5726,18 @@ class _CudaPackage:
         finally:
             # `__exit__` pops one context, and asserts that it was the device's.  If JAX frees an array of another GPU,
             # it sets the current context without restoring it.  That replaces the top: the stack is [..., XLA's, other
-            # GPU's].  Then the pop is right, and the assertion is wrong.
+            # GPU's].  The pop is still right then, although the assertion fails.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
-    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run(arrays, stream, launch_address)` in Python for each slice.
+    def callback_emitter(self, signature: _Signature, launch: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        """Return an emitter that calls `launch(arrays, stream, launch_address)` in Python for each slice.
 
         The arrays and the stream are objects of the package.  `launch_address` is the address of the launch attribute,
         and `readonly_inputs` has the indices of the inputs that are read-only arrays.
         """
 
-        def body(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
+        def run_slice(buffers: list, launch_address: int, stream: int, ordinal: int) -> None:
             with self.on_device(ordinal):
                 arrays = []
                 for k, ((pointer, shape), dtype) in enumerate(zip(buffers, signature.dtypes, strict=True)):
@@ -5759,9 +5745,9 @@ class _CudaPackage:
                     interface["stream"] = stream  # the default stream for copies and fills of the array
                     array = self.cuda.from_cuda_array_interface(interface, sync=False)
                     arrays.append(_as_read_only(array) if k in readonly_inputs else array)
-                run(arrays, self.cuda.external_stream(stream), launch_address)
+                launch(arrays, self.cuda.external_stream(stream), launch_address)
 
-        return _CallbackEmitter(signature, body, _LibCuda())
+        return _CallbackEmitter(signature, run_slice, _LibCuda())
 
 
 def _memref_descriptor(array: _KernelArray) -> list[_Value]:
@@ -5769,23 +5755,23 @@ def _memref_descriptor(array: _KernelArray) -> list[_Value]:
     return [array.pointer, array.pointer, 0, *array.dims, *array.strides(unit=1)]
 
 
-def _numba_cubin(compiled: Any) -> bytes:
-    cubin = compiled._codelibrary.get_cubin()
+def _numba_cubin(overload: Any) -> bytes:
+    cubin = overload._codelibrary.get_cubin()
     return getattr(cubin, "code", cubin)  # numba-cuda returns an object, Numba's own CUDA target returns bytes
 
 
 _NUMBA_CUDA = _CudaPackage(
     module="numba.cuda",
     device_inline="never",
-    ptx_and_entry=lambda compiled: (compiled._codelibrary.get_asm_str(), compiled.entry_name),
+    ptx_and_entry=lambda overload: (overload._codelibrary.get_asm_str(), overload.entry_name),
     cubin=_numba_cubin,
     param_words=_numba_array_members,
 )
 _NUMBA_CUDA_MLIR = _CudaPackage(
     module="numba_cuda_mlir.cuda",
     device_inline="always",  # otherwise the user's kernel, which the adapter calls, has no shared memory
-    ptx_and_entry=lambda compiled: (compiled.ptx, compiled.metadata["func_name"]),
-    cubin=lambda compiled: compiled.metadata["cubin"],  # for the device that was current at compile time
+    ptx_and_entry=lambda overload: (overload.ptx, overload.metadata["func_name"]),
+    cubin=lambda overload: overload.metadata["cubin"],  # for the device that was current at compile time
     param_words=_memref_descriptor,
 )
 
@@ -5860,19 +5846,12 @@ def _cuda_ordinals() -> list[int]:
     return sorted(device.local_hardware_id for device in _local_devices("cuda"))
 
 
-# {compiled kernel: the fingerprint when a wrapper first called it}, to detect that a batch kernel, which is compiled
-# later, would have other values of globals.  Compiled code keeps the values (`freezes_globals`):
-#
-#     scale = 2.0; call(x)               # compiles the kernel for one slice, which keeps 2.0
-#     scale = 3.0; jax.vmap(call)(x)     # a batch kernel would have 3.0, so each slice has a launch, with 2.0
-#
-# A change between a launch by the user and the first call of a wrapper is not detected if both use the same types.  A
-# user's launch compiles for writable arrays, so this needs a kernel whose only input is in-out:
-#
-#     scale = 2.0; kernel[1, 8](x)       # compiles the kernel for one slice, which keeps 2.0
-#     scale = 3.0; call(x)               # finds this compiled kernel, and stores the fingerprint for 3.0
-#     jax.vmap(call)(x)                  # a batch kernel, with 3.0
-_FINGERPRINTS_OF_COMPILED: Any = weakref.WeakKeyDictionary()
+class _CompiledKernel(NamedTuple):
+    """A kernel that a package has compiled."""
+
+    overload: Any  # the package's object
+    ptx: str
+    entry: str  # the name of the kernel in the PTX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -5884,36 +5863,38 @@ class _CudaCompiler:
     argument_map: _ArgumentMap
     signature: _Signature
     in_order: bool  # whether the slices of a batch must run in order
-    maybe_written_inputs: list[str]  # the names of protected inputs that Numba's IR does not show to be only read
+    # The names of the inputs that the kernel must not write to, but for which Numba's IR does not prove this:
+    unproven_inputs: list[str]
 
     def compile_kernel_and_handler(self) -> _CompiledHandler:
         """Compile the kernel, and a handler that launches it once per slice.
 
         The handler has a `_CudaBatchLaunch`, which compiles the batch kernel when a batch is lowered.
         """
-        launcher, ptx = self.compile_and_load()
-        compiled = launcher.keep_alive
-        fingerprint = _FINGERPRINTS_OF_COMPILED.setdefault(compiled, _fingerprint(self.kernel))
-        handler = _build_handler(self.signature, _CudaEmitter(self.package, launcher))
-        return handler._replace(batch_launch=_CudaBatchLaunch(self, fingerprint, ptx, handler.data))
+        compiled = self.compile()
+        handler = _build_handler(self.signature, _CudaEmitter(self.package, self.load(compiled)))
+        return handler._replace(batch_launch=_CudaBatchLaunch(self, compiled, handler))
 
-    def compile_and_load(self) -> tuple[_CudaLauncher, str]:
-        """Compile the kernel, check it, and load it on each GPU.  Also return its PTX."""
-        package = self.package
+    def compile(self) -> _CompiledKernel:
+        """Compile the kernel, and check its stores to inputs and its launch."""
         kernel = self._kernel_to_compile()
-        ordinals = _cuda_ordinals()
-        with package.on_device(ordinals[0]):
-            compiled = self._compile_protecting_inputs(kernel)
-            ptx, entry = package.ptx_and_entry(compiled)
-        self._check_launch(ptx, entry)
+        with self.package.on_device(_cuda_ordinals()[0]):
+            overload = self._compile_protecting_inputs(kernel)
+            compiled = _CompiledKernel(overload, *self.package.ptx_and_entry(overload))
+        self._check_launch(compiled)
+        return compiled
+
+    def load(self, compiled: _CompiledKernel) -> _CudaLauncher:
+        """Load a compiled kernel on each GPU."""
         libcuda = _LibCuda()
         functions = {}
         max_threads = _CUDA_MAX_THREADS
-        for ordinal in ordinals:
-            with package.on_device(ordinal):
-                functions[ordinal] = function = libcuda.load(package.cubin(compiled), entry, ordinal)
+        for ordinal in _cuda_ordinals():
+            with self.package.on_device(ordinal):
+                cubin = self.package.cubin(compiled.overload)
+                functions[ordinal] = function = libcuda.load(cubin, compiled.entry, ordinal)
                 max_threads = min(max_threads, libcuda.function_attribute(function, _FUNC_MAX_THREADS_PER_BLOCK))
-        return _CudaLauncher(self.signature.label, libcuda, functions, compiled, max_threads), ptx
+        return _CudaLauncher(self.signature.label, libcuda, functions, compiled.overload, max_threads)
 
     def _kernel_to_compile(self) -> Any:
         """Return the kernel or its adapter, as a dispatcher that takes all buffers and has no explicit signatures."""
@@ -5944,46 +5925,48 @@ class _CudaCompiler:
         if not hasattr(nbtypes, "Array"):  # the CUDA target that is a part of Numba uses Numba's types
             nbtypes = numba.types
         # Row 1 raises.  `readonly_error` is None if the kernel compiles for read-only inputs.
-        compiled, readonly_error = _compile_readonly_or_writable(package.module, kernel.compile, nbtypes, signature)
-        if not self.maybe_written_inputs:  # row 2
-            return compiled
+        overload, readonly_error = _compile_readonly_or_writable(package.module, kernel.compile, nbtypes, signature)
+        if not self.unproven_inputs:  # row 2
+            return overload
         if readonly_error:  # row 3
             raise self._writable_only_error(readonly_error) from readonly_error
         # Kernels from Numba's cache have no types.
-        annotation = getattr(compiled, "type_annotation", None) or (
+        annotation = getattr(overload, "type_annotation", None) or (
             _copy_dispatcher(kernel).compile(_array_types(nbtypes, signature)).type_annotation
         )
         if statement := _find_store_to_readonly(annotation):  # row 4
             reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.maybe_written_inputs, reason)
-        return compiled
+            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.unproven_inputs, reason)
+        return overload
 
     def _writable_only_error(self, readonly_error: Exception) -> TypeError:
         """Return the error for a kernel that compiles only for writable inputs, and may write to one of them."""
         title = f"Kernel {self.signature.label!r}"
         text = _error_text(readonly_error)
         if _is_store_to_readonly(readonly_error):
-            return _read_only_input_error(f"{title} writes", self.maybe_written_inputs, more=f"\n{text}")
+            return _read_only_input_error(f"{title} writes", self.unproven_inputs, more=f"\n{text}")
         more = (
             " If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
             f"Numba's error for read-only arrays:\n{text}"
         )
         reason = ": it compiles only for writable arrays"
-        return _read_only_input_error(f"{title} may write", self.maybe_written_inputs, reason, more)
+        return _read_only_input_error(f"{title} may write", self.unproven_inputs, reason, more)
 
-    def _check_launch(self, ptx: str, entry: str) -> None:
-        """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel."""
-        # A handler passes `n_words` integers of 64 bits, so the kernel must declare as many, and nothing else, such as
-        # `.visible .entry add(.param .u64 add_param_0, .param .u64 add_param_1)` for two.
+    def _check_launch(self, compiled: _CompiledKernel) -> None:
+        """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel.
+
+        A handler passes integers of 64 bits.  A kernel with other parameters would read arbitrary memory.
+        """
+        # For two integers, PTX has `.visible .entry add(.param .u64 add_param_0, .param .u64 add_param_1)`.
         examples = [_KernelArray(pointer=0, dims=[1] * rank, itemsize=1) for rank in self.signature.ranks]
         n_words = sum(len(self.package.param_words(array)) for array in examples)
         param = r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.u64\s+\w+\s*,?"
-        entry_with_params = rf"\.entry\s+{re.escape(entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
+        entry_with_params = rf"\.entry\s+{re.escape(compiled.entry)}\s*\((?:{param}){{{n_words}}}\s*\)"
         if self.kernel.targetoptions.get("debug"):
             obstacle = "debug=True, so Numba must read an error code after each launch"
-        elif "cudaCG" in ptx:  # functions of `cuda.cg`
+        elif "cudaCG" in compiled.ptx:  # functions of `cuda.cg`
             obstacle = "a cooperative launch, for which cuLaunchKernel is not enough"
-        elif not re.search(entry_with_params, ptx):
+        elif not re.search(entry_with_params, compiled.ptx):
             obstacle = f"parameters in a layout of {self.package.module} that this library does not know"
         else:
             return
@@ -6069,15 +6052,16 @@ class _CudaLauncher:
         self.functions = (_I64 * (max(functions) + 1))()  # by CUDA ordinal, for handlers
         for ordinal, function in functions.items():
             self.functions[ordinal] = function
+        self.label = label
+        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _I64, _PTR)(self._store_launch_error)
 
-        def report(code: int, function: int, z: int, launch_address: int) -> int:  # in Python, if a launch has failed
-            config = _read_launch_config(launch_address)._replace(grid_z=z)
-            shown = f"grid={config.grid}, block={config.block}, shared_mem={config.shared_mem}"
-            exceeded = libcuda.exceeded_limits_text(function, config)
-            text = f"{libcuda.describe(code)}, from a launch with {shown}{exceeded}"
-            return _store_error_message(RuntimeError(text), label)
-
-        self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _I64, _PTR)(report)
+    def _store_launch_error(self, code: int, function: int, z: int, launch_address: int) -> int:
+        """Return the address of the message for a launch that failed.  Handlers call this method, as `report`."""
+        config = _read_launch_config(launch_address)._replace(grid_z=z)
+        shown = f"grid={config.grid}, block={config.block}, shared_mem={config.shared_mem}"
+        exceeded = self.libcuda.exceeded_limits_text(function, config)
+        text = f"{self.libcuda.describe(code)}, from a launch with {shown}{exceeded}"
+        return _store_error_message(RuntimeError(text), self.label)
 
     def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
         """Load what all launches of a call share.  Return a Python function that generates the code of one launch.
@@ -6121,18 +6105,24 @@ class _CudaEmitter(_Emitter):
 
 
 # -- 9.6 A batch in one launch ------------------------------------------------------------------------
-# On a GPU, a batch is one launch per 65,535 slices, which are the blocks along z.  When a batch is first lowered, or a
-# named kernel is first traced, a batch kernel is compiled, for arrays whose first dimension is the batch.  For example,
-# with 8 slices of shape (3, 4):
+# On a GPU, a batch is one launch per 65,535 slices, which are the blocks along z.  In order of time:
 #
-#     handler's signature     rank 2: batch dimensions are not a part of it
-#     `each_batch_launch`     yields an array of shape (8, 3, 4), or (1, 3, 4) if all slices share it
-#     batch kernel            compiled for rank 3; an adapter (`_BatchArgumentMap`) selects the slice by blockIdx.z
-#     user's kernel           gets an array of shape (3, 4)
+#     first trace of a call        compiles the kernel for one slice, and registers a handler, whose inner loop has a
+#                                  launch per slice (9.5)
+#     first lowering of a batch    compiles the batch kernel, and a new inner loop, which launches the batch kernel;
+#     (with `name`: first trace)   replaces the old inner loop in the registered handler
+#     later calls                  run the new inner loop, even for one slice; if the launch uses z, or has too many
+#                                  threads in a block for the batch kernel, the new inner loop calls the old one
 #
-# Then `_CudaBatchLaunch` replaces the inner loop of the registered handler (`_HandlerData.inner_loop`), so existing and
-# exported programs use the new code, too.  A CUDA graph that XLA captured before still has one launch per slice.  It
-# stays valid, because all machine code lives forever.
+# The replacement assigns `_HandlerData.inner_loop`, so existing and exported programs use the new code, too.  A CUDA
+# graph that XLA captured before still has one launch per slice.  It stays valid, because machine code lives forever.
+#
+# The batch kernel takes arrays whose first dimension is the batch.  For example, with 8 slices of shape (3, 4):
+#
+#     signature of the handler    rank 2: batch dimensions are not a part of it
+#     `each_batch_launch`         yields an array of shape (8, 3, 4), or (1, 3, 4) if all slices share it
+#     batch kernel                compiled for rank 3; an adapter (`_BatchArgumentMap`) selects the slice by blockIdx.z
+#     user's kernel               gets an array of shape (3, 4)
 
 
 class _BatchLaunchUnsupported(Exception):
@@ -6149,16 +6139,18 @@ def _log_per_slice_fallback(title: str, reason: str) -> None:
     _LOG.debug("%s falls back to one launch per slice: %.1000s", title, " ".join(reason.split()))
 
 
-# If one of two patterns matches a kernel's PTX, the blocks along z cannot be slices.
-# This one matches `mov.u32 %r1, %ctaid.z;`, but not `mov.u32 %r1, %ctaid.x;`.
+# A batch launch changes blockIdx.z, gridDim.z and the number of the launch.  If the PTX of a kernel matches one of two
+# patterns, the kernel may depend on them, so a batch has a launch per slice.
+#
+#                            matches, for example                        does not match
+#     `_PTX_USES_Z`          mov.u32 %r1, %ctaid.z;                      mov.u32 %r1, %ctaid.x;
+#     `_PTX_CALLS_EXTERNAL`  .extern .func (.param .b32 r) f (...);      .extern .func (.param .b32 r) vprintf (...);
 _PTX_USES_Z = re.compile(
-    r"%n?ctaid(?!\.[xy])[.\w]*"  # z of the block or of the grid, also as a part of a vector
+    r"%n?ctaid(?!\.[xy])[.\w]*"  # blockIdx or gridDim: z, or the vector, `mov.v4.u32 {%r1, %r2, %r3, %r4}, %nctaid;`
     r"|%gridid"  # the number of the launch
     r"|%\w*cluster\w*|\.\w+cluster\b"  # clusters of blocks, which may lie along z
 )
-# Functions of CUDA and of Numba's runtime do not read z.  Other external functions may read it.
-_FUNCTIONS_WITHOUT_Z = r"(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_"
-# Matches `.extern .func (.param .b32 r) add (.param .b64 x);`, but not `.extern .func (.param .b32 r) vprintf (...);`.
+_FUNCTIONS_WITHOUT_Z = r"(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_"  # of CUDA and of Numba's runtime
 _PTX_CALLS_EXTERNAL = re.compile(rf"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!{_FUNCTIONS_WITHOUT_Z})\w+")
 
 
@@ -6192,70 +6184,74 @@ class _BatchArgumentMap(_ArgumentMap):
 class _CudaBatchEmitter(_CudaEmitter):
     """An emitter of code that launches the batch kernel once for many slices.
 
-    One target serves calls with different launch attributes.  If the launch of a call uses z, or has too many threads
-    in a block, the code calls the loop with a launch per slice.
+    One handler serves calls with different launch attributes, so the code checks the launch of each call.
     """
 
-    def __init__(self, package: _CudaPackage, launcher: _CudaLauncher, loop_per_slice: int) -> None:
-        """Create an emitter.  `loop_per_slice` is the address of the inner loop that `_CudaEmitter` has written."""
+    def __init__(self, package: _CudaPackage, launcher: _CudaLauncher, old_inner_loop: int) -> None:
+        """Create an emitter.  `old_inner_loop` is the address of the inner loop that `_CudaEmitter` has written."""
         super().__init__(package, launcher)
-        self.loop_per_slice = loop_per_slice
+        self.old_inner_loop = old_inner_loop
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
         config = _load_launch_config(ir, frame)
         with ir.if_((config.grid_z > 1) | (config.threads_per_block > self.launcher.max_threads)):
-            ir.ret(ir.call(self.loop_per_slice, frame, buffers, count))
+            ir.ret(ir.call(self.old_inner_loop, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
         with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_YZ) as (arrays, n_slices):
             write_launch(self._store_params(ir, arrays), z=n_slices)
 
 
-@dataclasses.dataclass
+# {overload of a kernel for one slice: the fingerprint of the kernel when a wrapper first used the overload}
+#
+# The batch kernel is compiled later than the kernel for one slice.  Each compilation reads the captured values.  If the
+# fingerprint has changed in between, the batch kernel is not used:
+#
+#     scale = 2.0; call(x)               # compiles the kernel for one slice, with 2.0
+#     scale = 3.0; jax.vmap(call)(x)     # a batch kernel would have 3.0, so each slice has a launch, with 2.0
+#
+# Several wrappers of a kernel may use one overload.  The first one stores the fingerprint.
+#
+# Known limit: if a launch by the user compiles the overload, a change before the first call of a wrapper is not found.
+# Such a launch compiles for writable inputs, so this needs a kernel that does not compile for read-only inputs.
+_FINGERPRINT_OF_OVERLOAD: Any = weakref.WeakKeyDictionary()
+
+
 class _CudaBatchLaunch:
-    """The batch launch of a kernel: it compiles the batch kernel, and puts the code into the handler.
+    """The batch launch of a registered handler: compiles the batch kernel, and replaces the inner loop."""
 
-    The inner loop of the registered handler contains:
-
-        at first, and if there is no batch kernel      one launch per slice (`_CudaEmitter`)
-        after `_ensure_batch_kernel`                   one launch per 65,535 slices (`_CudaBatchEmitter`)
-
-    Calls without a batch then also launch the batch kernel, for a batch of 1.  The inner loop is replaced under `lock`,
-    while XLA's threads may run calls.
-    """
-
-    compiler: _CudaCompiler  # of the kernel for one slice
-    fingerprint: _Fingerprint  # see `_FINGERPRINTS_OF_COMPILED`
-    ptx: str  # of the kernel for one slice
-    handler_data: Any  # the `_HandlerData` of the registered handler
-    lock: Any = dataclasses.field(default_factory=threading.Lock)
-    # The only compilation for batches sets either `failure`, or the two others:
-    failure: str = ""  # why there is no batch kernel
-    batch_handler: _CompiledHandler | None = None  # has the inner loop for batches, and keeps it alive
-    max_threads: int = _CUDA_MAX_THREADS  # in a block of the batch kernel
+    def __init__(self, compiler: _CudaCompiler, compiled: _CompiledKernel, handler: _CompiledHandler) -> None:
+        """Create a batch launch.  The compiler and the compiled kernel are those for one slice."""
+        self.compiler = compiler
+        self.ptx = compiled.ptx
+        self.fingerprint = _FINGERPRINT_OF_OVERLOAD.setdefault(compiled.overload, _fingerprint(compiler.kernel))
+        self.handler = handler
+        self.lock = threading.Lock()
+        # The batch kernel is compiled only once, under the lock.  This sets one of two attributes:
+        self.batch_launcher: _CudaLauncher | None = None
+        self.failure = ""  # why there is no batch kernel
 
     def reason_for_launch_per_slice(self, config: _LaunchConfig) -> str:
         """Return why a batch with this launch has a launch per slice, or an empty text if one launch runs many slices.
 
-        Compile the batch kernel, unless the launch uses z.  The handler decides again in each call.
+        Compile the batch kernel, unless the launch uses z or this was done before.
         """
         if config.grid_z > 1:
             return f"the slices would be the blocks along z, and the launch uses z: grid={config.grid}"
-        self._ensure_batch_kernel()
-        if not self.failure and config.threads_per_block > self.max_threads:
-            return f"a block of the batch kernel can have {self.max_threads} threads, and block={config.block}"
-        return self.failure
-
-    def _ensure_batch_kernel(self) -> None:
-        """Compile the batch kernel and replace the inner loop, unless this was tried before."""
         with self.lock:
-            if not (self.batch_handler or self.failure):
+            if not (self.batch_launcher or self.failure):
                 try:
-                    self._replace_inner_loop(self._compile_batch_kernel())
+                    batch_launcher = self._compile_batch_kernel()
+                    self._replace_inner_loop(batch_launcher)
+                    self.batch_launcher = batch_launcher
                 except Exception as error:
                     self.failure = _fallback_reason(error)
+        launcher = self.batch_launcher
+        if launcher and config.threads_per_block > launcher.max_threads:
+            return f"a block of the batch kernel can have {launcher.max_threads} threads, and block={config.block}"
+        return self.failure
 
     def _compile_batch_kernel(self) -> _CudaLauncher:
-        """Compile and load the batch kernel."""
+        """Compile and load the batch kernel.  Raise an error if the slices cannot be the blocks along z."""
         compiler = self.compiler
         slice_ranks = compiler.signature.ranks
         if compiler.in_order:
@@ -6268,22 +6264,22 @@ class _CudaBatchLaunch:
             compiler,
             argument_map=_BatchArgumentMap(**compiler.argument_map._asdict() | {"slice_ranks": slice_ranks}),
             signature=compiler.signature._replace(ranks=tuple(rank + 1 for rank in slice_ranks)),
-            maybe_written_inputs=[],  # the kernel for one slice has passed the check
+            unproven_inputs=[],  # the kernel for one slice has passed the check
         )
-        launcher, _ = batch_compiler.compile_and_load()
-        if _fingerprint(compiler.kernel) != self.fingerprint:  # checked last: compiling reads the captured values
+        launcher = batch_compiler.load(batch_compiler.compile())
+        if _fingerprint(compiler.kernel) != self.fingerprint:
             raise _BatchLaunchUnsupported("captured values have changed since the kernel was compiled")
         return launcher
 
     def _replace_inner_loop(self, launcher: _CudaLauncher) -> None:
         """Replace the inner loop of the registered handler by a loop that launches the batch kernel."""
-        emitter = _CudaBatchEmitter(self.compiler.package, launcher, self.handler_data.inner_loop)
-        # The launcher takes arrays of rank + 1, but handlers have the signature of a slice (see the header of 9.6).  Of
-        # this handler, only the inner loop is used.
-        self.batch_handler = _build_handler(self.compiler.signature, emitter)
+        handler_data = self.handler.data
+        emitter = _CudaBatchEmitter(self.compiler.package, launcher, handler_data.inner_loop)
+        # Of this second handler, only the inner loop is used.  It has the signature of a slice, like the first one.
+        batch_handler = _build_handler(self.compiler.signature, emitter)
+        self.handler.keep_alive.append(batch_handler)
         # Concurrent calls load this aligned word.  Both the old and the new value are valid.
-        self.handler_data.inner_loop = self.batch_handler.data.inner_loop
-        self.max_threads = launcher.max_threads
+        handler_data.inner_loop = batch_handler.data.inner_loop
 
 
 # -- 9.7 Numba's simulator -----------------------------------------------------------------------------
@@ -6304,24 +6300,28 @@ class _CudaSimulator:
         def call_adapter(*buffers: Any) -> None:
             adapter(*buffers)
 
-        # The simulator replaces names that are bound to the module `numba.cuda`, in the globals of the function that it
-        # runs.  The adapter has other globals than the user's kernel, so run a function that has the kernel's globals.
-        simulated = cuda.jit(
-            types.FunctionType(call_adapter.__code__, kernel.py_func.__globals__, closure=call_adapter.__closure__)
-        )
+        # To run a function f, the simulator replaces the module `cuda` in the globals of f:
+        #
+        #     f.__globals__["cuda"] = <an object with the threadIdx, ... of a simulated thread>
+        #     f(*arrays)
+        #
+        # The user's code reads `cuda` in the kernel's globals.  The adapter has other globals (`make_adapter`).  So the
+        # simulator gets a copy of `call_adapter` with the kernel's globals.
+        f = types.FunctionType(call_adapter.__code__, kernel.py_func.__globals__, closure=call_adapter.__closure__)
+        simulated = cuda.jit(f)
 
-        def run(arrays: list, stream: Any, launch_address: int) -> None:
+        def launch(arrays: list, stream: Any, launch_address: int) -> None:
             config = _read_launch_config(launch_address)
             simulated[config.grid, config.block, stream, config.shared_mem](*arrays)
 
-        return _build_handler(signature, self.callback_emitter(signature, run, signature.unaliased_inputs))
+        return _build_handler(signature, self.callback_emitter(signature, launch, signature.unaliased_inputs))
 
-    def callback_emitter(self, signature: _Signature, run: Callable, readonly_inputs: Container) -> _CallbackEmitter:
-        """Return an emitter that calls `run` for each slice.  See `_CudaPackage.callback_emitter`."""
+    def callback_emitter(self, signature: _Signature, launch: Callable, readonly_inputs: Container) -> _CallbackEmitter:
+        """Return an emitter that calls `launch` for each slice.  See `_CudaPackage.callback_emitter`."""
         from numba import cuda
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-        def body(buffers: list, launch_address: int, *_: int) -> None:
+        def run_slice(buffers: list, launch_address: int, *_: int) -> None:
             # Kernels run on copies: after Ctrl-C, threads may still write after XLA has freed the buffers.
             views = []
             for (pointer, shape), dtype in zip(buffers, signature.dtypes, strict=True):
@@ -6333,11 +6333,11 @@ class _CudaSimulator:
             for k, array in enumerate(copies):
                 array.flags.writeable = k not in readonly_inputs
             with _CUDASIM_LOCK:
-                run(list(map(FakeCUDAArray, copies)), cuda.stream(), launch_address)
+                launch(list(map(FakeCUDAArray, copies)), cuda.stream(), launch_address)
             for k in range(signature.n_in, len(views)):
                 views[k][...] = copies[k]
 
-        return _CallbackEmitter(signature, body)
+        return _CallbackEmitter(signature, run_slice)
 
 
 _CUDA_SIMULATOR = _CudaSimulator()
