@@ -3032,7 +3032,7 @@ CUDA_BATCHES = {
         reason='vmap_method="sequential" runs slices in order'),
     "reads gridDim.z": CudaBatch(
         "x, y, out", f"{IF_BELOW_7}out[i] = x[i] + cuda.gridDim.z", lambda x, y: x + 1,
-        reason="the slices would be the blocks along z, and its PTX has %n?ctaid.z"),
+        reason="the slices would be the blocks along z, and the kernel uses %n?ctaid.z"),
 }  # fmt: skip
 
 
@@ -5307,7 +5307,7 @@ def sum_of_indices():
 CUDA_MISTAKES = [
     ("trace_cuda()", ValueError, "grid and block, or launch_dims"),
     ("trace_cuda(grid=1.5, block=1)", TypeError, "grid must be an int or .*got 1.5. Pass grid=(x, y)"),
-    ("trace_cuda(grid=1, block=(32, 64))", ValueError, "block=(32, 64, 1) has 2048. Pass block=256 and"),
+    ("trace_cuda(grid=1, block=(32, 64))", ValueError, "block=(32, 64, 1) has 2048. Pass block=256, or"),
     ("trace_cuda(grid=1, block=(1, 1, 65))", ValueError, "block.z must be an int from 1 to 64; got 65"),
     ("trace_cuda(launch_dims=(1, 65535 * 16 + 1))",
      ValueError, "got 65536 in grid=(1, 65536, 1), from launch_dims=(1, 1048561). Pass the number of blocks"),

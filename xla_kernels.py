@@ -905,7 +905,7 @@ class _CompiledHandler(NamedTuple):
     address: int
     keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
     data: Any = None  # the handler's `_HandlerData`
-    batch_launch: _CudaBatchLaunch | None = None  # Numba CUDA on a GPU: compiles the kernel for batch launches
+    batch_upgrade: _CudaBatchUpgrade | None = None  # Numba CUDA on a GPU: see 9.6
 
 
 def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandler) -> None:
@@ -1027,7 +1027,7 @@ _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 # Locks, in the order in which a thread acquires them:
 #     1. `_TargetRegistry.compile_lock` (Numba) or `_WARP_LOCK` (Warp): held while a kernel is compiled and registered
 #     2. `_REGISTRY_LOCK`: held to look up `names_by_owner`, and to choose and register a name; never to compile
-# A thread that holds a lock of section 9 (`_CudaBatchLaunch.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
+# A thread that holds a lock of section 9 (`_CudaBatchUpgrade.lock`, `_GPUS_LOCK`) acquires neither of these.  The locks
 # of `_native_lock_address` are acquired only by machine code, which runs slices.
 #
 # Lifetimes.  XLA keeps the address of a registered handler forever, so all that the handler uses lives forever, too.
@@ -1035,7 +1035,7 @@ _REGISTRY: _TargetRegistry = globals().get("_REGISTRY") or _TargetRegistry()
 #     object               lives                                  kept alive by
 #     wrapper              while the user or JAX refers to it     the user; functions in JAX's caches
 #     kernel               as long as its wrappers and traces     its wrappers; `_WarpLaunch`, in JAX's caches
-#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchLaunch`, which compiles it again
+#     Numba CUDA kernel    forever, once it is registered         `_CudaBatchUpgrade`, which compiles it again
 #     captured value       forever, if it has no exact text       `shared_names`, for example an array above 1 MB
 #     `_CallTarget`        as long as the wrapper and its traces  JAX's caches, under a weak reference to the wrapper
 #     `_CompiledHandler`   forever, once it is registered         `_COMPILED_HANDLERS`
@@ -1081,8 +1081,8 @@ class _CallTarget:
                 f"inputs: x = jax.device_put(x, jax.devices({self.platform or 'cpu'!r})[0])."
             )
         compiled = _COMPILED_HANDLERS.get(self.name)  # None if the program is only lowered here
-        if has_batch and compiled and compiled.batch_launch:
-            reason = compiled.batch_launch.reason_for_launch_per_slice(_LaunchConfig(*self.launch_attribute))
+        if has_batch and compiled and compiled.batch_upgrade:
+            reason = compiled.batch_upgrade.apply(_LaunchConfig(*self.launch_attribute))
             if reason:
                 _log_per_slice_fallback(self.title, reason)
         return self
@@ -5097,7 +5097,7 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 #     `_CudaKernel._find_target`              chooses the launch configuration (9.1), and checks the call (9.2)
 #       `_CudaCompiler`, for a package (9.3)  compiles the kernel, checks its stores to inputs, and loads it (9.4)
 #         `_CudaEmitter`                      writes a handler that launches the kernel once per slice (9.5)
-#     `_CudaBatchLaunch`                      when a batch is lowered: one launch for many slices (9.6)
+#     `_CudaBatchUpgrade`                     when a batch is lowered: one launch for many slices (9.6)
 #
 # For a `numba_cuda_callable`, and for a kernel in the simulator, the handler calls Python for each slice:
 #
@@ -5108,16 +5108,16 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
 # Section 10 uses 9.1, 9.5 and the fallback reasons of 9.6 for Warp's kernels.
 #
 # Most of what this section uses of the packages is not documented.  If a package removes a name, there is an error.  If
-# one of the following changes, results may silently be wrong.  Only the tests named test_fakecuda detect this, so
-# copies of this file need them, too.
+# one of the following changes, results may silently be wrong.  The tests named test_fakecuda detect this, except for
+# the last row, which needs a GPU.  So copies of this file need the tests, too.
 #
 #     the layout of a kernel's parameters                               `param_words`
 #     the options and functions that need more than cuLaunchKernel      `_check_launch`
 #     the uses of z, in PTX and in Numba's IR                           `_PTX_USES_Z`, `_n_cuda_grid_indices`
 #     the functions that write to read-only arrays, and typed code      `_find_store_to_readonly`
 #     compiled code keeps global arrays alive                           `_CudaLauncher`
-#     XLA makes the context of the call's device current                `_CudaEmitter`
-#     the attribute `_numba_type_` of device arrays                     `_read_only_class`; detected only on a GPU
+#     XLA makes the context of the call's device current                `write_launch_setup`
+#     the attribute `_numba_type_` of device arrays                     `_read_only_class`
 
 _CUDA_DTYPES = _NUMBA_DTYPES | {"float16"}
 _CUDA_INSTALL = 'pip install "jax[cuda13]" "numba-cuda-mlir[cu13]" (CUDA 12: cuda12, cu12)'
@@ -5172,7 +5172,7 @@ def numba_cuda_kernel(
 
     A global device array is not copied.  The kernel uses its memory, which is never freed, and may write to it.
 
-    CUDA kernels cannot raise exceptions.  With numba-cuda-mlir, all GPUs must have the same architecture.
+    An exception in a CUDA kernel is not reported.  With numba-cuda-mlir, all GPUs must have the same architecture.
 
     If NUMBA_ENABLE_CUDASIM=1 is set before Numba is imported, kernels of `numba.cuda` run in Python on JAX's CPU
     backend.
@@ -5208,8 +5208,8 @@ def numba_cuda_kernel(
         - Not exactly one of these is given: `launch_dims`, or both `grid` and `block`.
         - A number exceeds CUDA's limits (1,024 threads in a block).
         - `threads_per_block` is given but not used.
-        - The number of `launch_dims` is not the n of the kernel's `cuda.grid(n)`.  This is not checked if the kernel
-          reads an attribute y or z of any object, such as `cuda.blockIdx.y`.
+        - `launch_dims` does not have the n dimensions of the kernel's `cuda.grid(n)`.  This is not checked if the
+          kernel reads an attribute y or z of any object, such as `cuda.blockIdx.y`.
 
       NotImplementedError: If the call is compiled for a platform other than CUDA, and the simulator is not enabled.
       jax.errors.JaxRuntimeError: If a launch fails.  The text has CUDA's error, and the limit that was exceeded.
@@ -5398,7 +5398,9 @@ _GRID_FIX = (
     "elements: for i in range(cuda.grid(1), n, cuda.gridsize(1))."
 )
 _GRID = _SizesOption("grid", 0, (2**31 - 1, _CUDA_MAX_GRID_YZ, _CUDA_MAX_GRID_YZ), _GRID_FIX)
-_BLOCK = _SizesOption("block", 1, (_CUDA_MAX_THREADS, _CUDA_MAX_THREADS, 64), "Pass block=256 and enough blocks.")
+_BLOCK = _SizesOption(
+    "block", 1, (_CUDA_MAX_THREADS, _CUDA_MAX_THREADS, 64), "Pass block=256, or block=(16, 16), and enough blocks."
+)
 _LAUNCH_DIMS = _SizesOption("launch_dims", 0, (sys.maxsize,) * 3, "For example, launch_dims=lambda x: x.size.")
 
 
@@ -5508,9 +5510,9 @@ def _n_of_cuda_grid(numba_ir: Any, call: Any) -> int:
     from numba.core.ir_utils import find_callname, find_const, guard
 
     name, module = guard(find_callname, numba_ir, call) or ("", "")
-    sizes = (*call.args, *dict(call.kws).values())
-    if sizes and name == "grid" and _is_library_module(str(module)):
-        return guard(find_const, numba_ir, sizes[0]) or 0
+    args = (*call.args, *dict(call.kws).values())
+    if args and name == "grid" and _is_library_module(str(module)):
+        return guard(find_const, numba_ir, args[0]) or 0
     return 0
 
 
@@ -5538,15 +5540,20 @@ class _CudaWrapper(_NumbaWrapper):
         return call.signature(self.__name__)
 
     def _target(
-        self, package: Any, signature: _Signature, compile_handler: Callable, freezes_globals: bool, *options: Any
+        self,
+        package: Any,
+        signature: _Signature,
+        compile_handler: Callable,
+        freezes_globals: bool,
+        *handler_options: Any,
     ) -> _CallTarget:
         """Return the target of a call with this signature.  If it is new, compile and register its handler.
 
         If `freezes_globals`, machine code keeps the values of globals.  Otherwise Python reads them on each run, and
-        the target is not shared (3.5).  The kernel, the signature and `options` determine the handler.
+        the target is not shared (3.5).  The kernel, the signature and `handler_options` determine the handler.
         """
-        options = "cuda", package.module, *options
-        specialization = _Specialization(signature, options, package.platform, self.options.name)
+        all_options = "cuda", package.module, *handler_options
+        specialization = _Specialization(signature, all_options, package.platform, self.options.name)
         name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals)
         return _CallTarget(name, platform=package.platform, title=self.title, platform_phrase=_CUDA_PLATFORM_PHRASE)
 
@@ -5584,11 +5591,11 @@ class _CudaKernel(_CudaWrapper):
         config = options.launch_config(launch_dims)
         if launch_dims is not None and (n_indices := _n_cuda_grid_indices(self.kernel)):
             _check_n_indices(self.title, f"launch_dims={launch_dims}", np.size(launch_dims), n_indices, "cuda.grid")
-        [argument_map] = self._argument_maps(call, may_return=False)
+        [argument_map] = self._argument_maps(call, may_return=False)  # one calling convention, so one map
         compile_handler = functools.partial(self._compile_handler, call, signature, argument_map)
         freezes_globals = isinstance(package, _CudaPackage)  # the simulator runs Python
-        options_of_handler = argument_map, options.in_order, options.checks_outputs
-        target = self._target(package, signature, compile_handler, freezes_globals, *options_of_handler)
+        handler_options = argument_map, options.in_order, options.checks_outputs
+        target = self._target(package, signature, compile_handler, freezes_globals, *handler_options)
         target = dataclasses.replace(target, launch_attribute=tuple(config), is_noop=0 in config.grid)
         if options.name and not options.in_order:
             # With `name`, the target has the same name in all processes, so a trace in process B serves a program that
@@ -5695,8 +5702,8 @@ type _PackageOrSimulator = _CudaPackage | _CudaSimulator
 
 def _uses_cudasim() -> bool:
     """Return whether kernels of `numba.cuda` run in the simulator.  Numba reads the variable when it is imported."""
-    variable = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", variable))
+    is_set = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    return bool(getattr(sys.modules.get("numba.core.config"), "ENABLE_CUDASIM", is_set))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -5724,9 +5731,8 @@ class _CudaPackage:
         try:
             yield
         finally:
-            # `__exit__` pops one context, and asserts that it was the device's.  If JAX frees an array of another GPU,
-            # it sets the current context without restoring it.  That replaces the top: the stack is [..., XLA's, other
-            # GPU's].  The pop is still right then, although the assertion fails.
+            # `__exit__` pops the top of the stack, which is right, and asserts that it was the device's context.  This
+            # may be wrong: if JAX frees an array of another GPU meanwhile, it replaces the top by that GPU's context.
             with contextlib.suppress(AssertionError):
                 device.__exit__(None, None, None)
 
@@ -5762,7 +5768,7 @@ def _numba_cubin(overload: Any) -> bytes:
 
 _NUMBA_CUDA = _CudaPackage(
     module="numba.cuda",
-    device_inline="never",
+    device_inline="never",  # its default
     ptx_and_entry=lambda overload: (overload._codelibrary.get_asm_str(), overload.entry_name),
     cubin=_numba_cubin,
     param_words=_numba_array_members,
@@ -5869,11 +5875,12 @@ class _CudaCompiler:
     def compile_kernel_and_handler(self) -> _CompiledHandler:
         """Compile the kernel, and a handler that launches it once per slice.
 
-        The handler has a `_CudaBatchLaunch`, which compiles the batch kernel when a batch is lowered.
+        When a batch is lowered, the `batch_upgrade` of the handler compiles the batch kernel.  It changes `data` and
+        `keep_alive`, which the returned handler shares with the one that the upgrade refers to.
         """
         compiled = self.compile()
         handler = _build_handler(self.signature, _CudaEmitter(self.package, self.load(compiled)))
-        return handler._replace(batch_launch=_CudaBatchLaunch(self, compiled, handler))
+        return handler._replace(batch_upgrade=_CudaBatchUpgrade(self, compiled, handler))
 
     def compile(self) -> _CompiledKernel:
         """Compile the kernel, and check its stores to inputs and its launch."""
@@ -5930,7 +5937,7 @@ class _CudaCompiler:
             return overload
         if readonly_error:  # row 3
             raise self._writable_only_error(readonly_error) from readonly_error
-        # Kernels from Numba's cache have no types.
+        # Numba stores kernels in its cache without their types.
         annotation = getattr(overload, "type_annotation", None) or (
             _copy_dispatcher(kernel).compile(_array_types(nbtypes, signature)).type_annotation
         )
@@ -6003,7 +6010,7 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
                 if _may_store_to_readonly(callee_type, signature):
                     return _statement_text(statement)
                 dispatcher = getattr(callee_type, "dispatcher", None)  # of a helper; other functions have none
-                # Numba's cache has no helpers, so a helper always has types.
+                # Numba stores no helpers in its cache.  So this process has compiled the helper, and it has types.
                 helper = dispatcher.overloads.get(signature.args) if dispatcher else None
                 if helper and helper.type_annotation not in annotations:
                     annotations.append(helper.type_annotation)
@@ -6040,7 +6047,7 @@ def _statement_text(statement: Any) -> str:
 
 
 class _CudaLauncher:
-    """A kernel that is loaded on each GPU, and generated code that launches it.  The handler keeps it alive."""
+    """A kernel that is loaded on each GPU, and a generator of code that launches it.  The handler keeps it alive."""
 
     def __init__(
         self, label: str, libcuda: _LibCuda, functions: Mapping, keep_alive: Any, max_threads: int = _CUDA_MAX_THREADS
@@ -6055,9 +6062,9 @@ class _CudaLauncher:
         self.label = label
         self.report = ctypes.CFUNCTYPE(_PTR, _I32, _PTR, _I64, _PTR)(self._store_launch_error)
 
-    def _store_launch_error(self, code: int, function: int, z: int, launch_address: int) -> int:
+    def _store_launch_error(self, code: int, function: int, grid_z: int, launch_address: int) -> int:
         """Return the address of the message for a launch that failed.  Handlers call this method, as `report`."""
-        config = _read_launch_config(launch_address)._replace(grid_z=z)
+        config = _read_launch_config(launch_address)._replace(grid_z=grid_z)
         shown = f"grid={config.grid}, block={config.block}, shared_mem={config.shared_mem}"
         exceeded = self.libcuda.exceeded_limits_text(function, config)
         text = f"{self.libcuda.describe(code)}, from a launch with {shown}{exceeded}"
@@ -6066,18 +6073,19 @@ class _CudaLauncher:
     def write_launch_setup(self, ir: _HandlerBuilder, frame: _StructPointer) -> Callable:
         """Load what all launches of a call share.  Return a Python function that generates the code of one launch.
 
-        The Python function takes the addresses of the kernel's parameters, and optionally another z of the grid.
+        The Python function takes the addresses of the kernel's parameters, and optionally another size z of the grid.
         """
         stream, ordinal = ir.load_stream_and_device(frame)
         function = ir.load(ordinal * 8 + ctypes.addressof(self.functions))
         config = _load_launch_config(ir, frame)
 
-        def write_launch(param_addresses: list, z: Any = config.grid_z) -> None:
+        def write_launch(param_addresses: list, grid_z: Any = config.grid_z) -> None:
             extra = 0  # the last parameter of cuLaunchKernel
-            args = function, *config._replace(grid_z=z), stream, ir.array(param_addresses), extra
-            code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)
+            args = function, *config._replace(grid_z=grid_z), stream, ir.array(param_addresses), extra
+            code = ir.call(self.libcuda.address("cuLaunchKernel"), *args)  # C takes the low 32 bits of sizes
             with ir.if_(code & 0xFFFF_FFFF):  # the result is a C int
-                ir.fail_inner_loop(frame, ir.call(self.report, code, function, z, ir.launch_attribute_address(frame)))
+                launch_address = ir.launch_attribute_address(frame)
+                ir.fail_inner_loop(frame, ir.call(self.report, code, function, grid_z, launch_address))
 
         return write_launch
 
@@ -6148,13 +6156,13 @@ def _log_per_slice_fallback(title: str, reason: str) -> None:
 _PTX_USES_Z = re.compile(
     r"%n?ctaid(?!\.[xy])[.\w]*"  # blockIdx or gridDim: z, or the vector, `mov.v4.u32 {%r1, %r2, %r3, %r4}, %nctaid;`
     r"|%gridid"  # the number of the launch
-    r"|%\w*cluster\w*|\.\w+cluster\b"  # clusters of blocks, which may lie along z
+    r"|%\w*cluster\w*|\.\w+cluster\b"  # clusters of blocks, which may lie along z: %cluster_ctaid, .explicitcluster
 )
 _FUNCTIONS_WITHOUT_Z = r"(?:vprintf|__assertfail|malloc|free)\b|numba_|NRT_"  # of CUDA and of Numba's runtime
 _PTX_CALLS_EXTERNAL = re.compile(rf"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!{_FUNCTIONS_WITHOUT_Z})\w+")
 
 
-def _device_arrays_written_by(kernel: Any) -> list[str]:
+def _maybe_written_device_arrays(kernel: Any) -> list[str]:
     """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
     return [
         name
@@ -6198,7 +6206,7 @@ class _CudaBatchEmitter(_CudaEmitter):
             ir.ret(ir.call(self.old_inner_loop, frame, buffers, count))
         write_launch = self.launcher.write_launch_setup(ir, frame)
         with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_YZ) as (arrays, n_slices):
-            write_launch(self._store_params(ir, arrays), z=n_slices)
+            write_launch(self._store_params(ir, arrays), grid_z=n_slices)
 
 
 # {overload of a kernel for one slice: the fingerprint of the kernel when a wrapper first used the overload}
@@ -6211,16 +6219,16 @@ class _CudaBatchEmitter(_CudaEmitter):
 #
 # Several wrappers of a kernel may use one overload.  The first one stores the fingerprint.
 #
-# Known limit: if a launch by the user compiles the overload, a change before the first call of a wrapper is not found.
-# Such a launch compiles for writable inputs, so this needs a kernel that does not compile for read-only inputs.
+# Known limit: the user launches the kernel, reassigns a global, and then calls a wrapper.  If the kernel compiles only
+# for writable inputs, the wrapper uses the overload of the launch, and does not notice that its value is older.
 _FINGERPRINT_OF_OVERLOAD: Any = weakref.WeakKeyDictionary()
 
 
-class _CudaBatchLaunch:
-    """The batch launch of a registered handler: compiles the batch kernel, and replaces the inner loop."""
+class _CudaBatchUpgrade:
+    """The upgrade of a registered handler to batch launches, at most once."""
 
     def __init__(self, compiler: _CudaCompiler, compiled: _CompiledKernel, handler: _CompiledHandler) -> None:
-        """Create a batch launch.  The compiler and the compiled kernel are those for one slice."""
+        """Create an upgrade.  The compiler and the compiled kernel are those for one slice."""
         self.compiler = compiler
         self.ptx = compiled.ptx
         self.fingerprint = _FINGERPRINT_OF_OVERLOAD.setdefault(compiled.overload, _fingerprint(compiler.kernel))
@@ -6230,10 +6238,11 @@ class _CudaBatchLaunch:
         self.batch_launcher: _CudaLauncher | None = None
         self.failure = ""  # why there is no batch kernel
 
-    def reason_for_launch_per_slice(self, config: _LaunchConfig) -> str:
-        """Return why a batch with this launch has a launch per slice, or an empty text if one launch runs many slices.
+    def apply(self, config: _LaunchConfig) -> str:
+        """Compile the batch kernel, and replace the inner loop, unless this was tried before or the launch uses z.
 
-        Compile the batch kernel, unless the launch uses z or this was done before.
+        Return why a batch with this launch still has a launch per slice, or an empty text if one launch runs many
+        slices.
         """
         if config.grid_z > 1:
             return f"the slices would be the blocks along z, and the launch uses z: grid={config.grid}"
@@ -6256,13 +6265,15 @@ class _CudaBatchLaunch:
         slice_ranks = compiler.signature.ranks
         if compiler.in_order:
             raise _BatchLaunchUnsupported('vmap_method="sequential" runs slices in order')
-        if found := _PTX_CALLS_EXTERNAL.search(self.ptx) or _PTX_USES_Z.search(self.ptx):
-            raise _BatchLaunchUnsupported(f"the slices would be the blocks along z, and its PTX has {found[0]}")
-        if names := _device_arrays_written_by(compiler.kernel):
+        if found := _PTX_CALLS_EXTERNAL.search(self.ptx):
+            raise _BatchLaunchUnsupported(f"the kernel calls external functions, which may use z: {found[0]}")
+        if found := _PTX_USES_Z.search(self.ptx):
+            raise _BatchLaunchUnsupported(f"the slices would be the blocks along z, and the kernel uses {found[0]}")
+        if names := _maybe_written_device_arrays(compiler.kernel):
             raise _BatchLaunchUnsupported(f"the kernel may write to global device arrays: {', '.join(names)}")
         batch_compiler = dataclasses.replace(
             compiler,
-            argument_map=_BatchArgumentMap(**compiler.argument_map._asdict() | {"slice_ranks": slice_ranks}),
+            argument_map=_BatchArgumentMap(**(compiler.argument_map._asdict() | {"slice_ranks": slice_ranks})),
             signature=compiler.signature._replace(ranks=tuple(rank + 1 for rank in slice_ranks)),
             unproven_inputs=[],  # the kernel for one slice has passed the check
         )
@@ -7331,7 +7342,7 @@ class _WarpCudaEmitter(_WarpEmitter):
         if self.is_batch_launch:
             with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_YZ) as (arrays, n_slices):
                 self.replace_placeholders(ir, params, arrays, buffers)
-                write_launch(params, z=n_slices)
+                write_launch(params, grid_z=n_slices)
             return
         with ir.each_slice(buffers, count) as arrays:
             self.replace_placeholders(ir, params, arrays, buffers)
