@@ -2251,10 +2251,12 @@ class _Wrapper(_PickledByReference):
         )
 
     def _check_no_separate_outputs(self, call: _CallParams) -> None:
-        """Raise an error if the kernel declares separate outputs for in-out arguments.
+        """Raise an error if the kernel has two parameters for an in-out argument, such as `kernel(v, v_out)`:
 
-        Call this only for a kernel that does not fit the call.  An in-out argument has one parameter, but two buffers:
-        with in_out_argnames=["state"], the mistake `kernel(state, state_out)` has a parameter for each buffer.
+            numba_kernel 'kernel': an in-out argument is its own output. With in_out_argnames=['v'], the kernel takes
+            (v, v_out). Drop 'v_out', and write to 'v'.
+
+        Call this only for a kernel that does not fit the call.
         """
         n_in = len(call.ins)
         extra = self.parameters[n_in : n_in + len(self.in_outs)]
@@ -2270,9 +2272,12 @@ class _Wrapper(_PickledByReference):
 
 
 def _check_outputs_are_stored(
-    title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, fix_index: str, return_fix: str = ""
+    title: str, buffer_of: Mapping[str, int], stored: Container, call: _CallParams, fix_index: str
 ) -> None:
-    """Raise an error if a kernel has no store to an output or in-out argument.
+    """Raise an error if a kernel has no store to an output or in-out argument.  For example:
+
+        Kernel 'f' never stores to output 'out'. `out = ...` only creates a local variable. Write `out[:] = ...`. If the
+        kernel need not store to it, pass zero_outputs=True: the output then consists of zeros.
 
     An aliased output has the memory of its input, so a store to either is enough.  For example, in both calls, output 0
     (buffer 1) is aliased to input 0 (buffer 0), for which only the second kernel has a parameter:
@@ -2281,12 +2286,11 @@ def _check_outputs_are_stored(
         kernel(x, out), input_output_aliases={0: 0}    buffer_of = {"x": 0, "out": 1}
 
     Args:
-      title: the kernel, for example "numba_kernel 'f'".
+      title: the kernel, "Kernel 'f'" in the message above.
       buffer_of: {parameter: the index of its buffer}.  For an in-out argument, this is the buffer of the output.
       stored: the buffers to which the kernel may store.
       call: the call.  Its scratch buffers are not checked.
-      fix_index: the index in the statement that the message suggests, such as ":".
-      return_fix: the fix if the kernel returns a value besides an `out` parameter, such as "keep the `return`".
+      fix_index: the index in the statement that the message suggests, ":" in the message above.
     """
     n_in = len(call.ins)
     aliased_input_of = {n_in + j: i for i, j in call.aliases}  # {buffer of an output: the input with the same memory}
@@ -2300,31 +2304,37 @@ def _check_outputs_are_stored(
         kind = "in-out argument" if is_in_out else "output"
         unstored_value = f"keeps the value of input {aliased_input}" if has_alias else "consists of zeros"
         shown_index = fix_index if call.buffers[buffer].shape else "()"
-        alternative = f", or remove the parameter {name!r} and {return_fix}" if return_fix else ""
         raise TypeError(
             f"{title} never stores to {kind} {name!r}. `{name} = ...` only creates a local variable. "
-            f"Write `{name}[{shown_index}] = ...`{alternative}. If the kernel need not store to it, pass "
+            f"Write `{name}[{shown_index}] = ...`. If the kernel need not store to it, pass "
             f"zero_outputs=True: the {kind} then {unstored_value}."
         )
 
 
 _READ_ONLY_RULE = "Inputs are read-only, because JAX may share them"
+_READ_ONLY_ADVICE = (
+    f"{_READ_ONLY_RULE}. Global arrays are read-only, too. Write to an output (a parameter after the inputs), list the "
+    "input in in_out_argnames, or alias an output to it with input_output_aliases."
+)
 
 
-def _read_only_input_error(subject: str, names: Sequence[str], reason: str = "", more: str = "") -> TypeError:
-    """Return the error for a kernel that writes to an input.
+def _any_of(names: Sequence[str]) -> str:
+    """Return names for a sentence, such as "'x' or 'y'"."""
+    return " or ".join(map(repr, names))
 
-    Args:
-      subject: the kernel and the verb, for example "numba_kernel 'f' writes", or "numba_kernel 'f' may write".
-      names: the input, or several inputs if it is not known which one is written to.
-      reason: why the kernel writes to it, for example " (`x[0] = 0`)".
-      more: sentences after the fix.
+
+def _read_only_input_error(problem: str, names: Sequence[str], more: str = "") -> TypeError:
+    """Return the error for a kernel that writes, or may write, to one of the inputs with these names.
+
+    With the problem "Kernel 'f' writes to input 'x' (`x[0] = 0`)." the message is:
+
+        Inputs are read-only, because JAX may share them. Kernel 'f' writes to input 'x' (`x[0] = 0`). Write to an
+        output, or list the input in in_out_argnames=['x'].
+
+    `more` is appended.  It begins with a space or a newline.
     """
-    shown = " or ".join(map(repr, names))
-    return TypeError(
-        f"{_READ_ONLY_RULE}. {subject} to input {shown}{reason}. Write to an output, or list the input in "
-        f"in_out_argnames=[{names[0]!r}].{more}"
-    )
+    fix = f"Write to an output, or list the input in in_out_argnames=[{names[0]!r}]."
+    return TypeError(f"{_READ_ONLY_RULE}. {problem} {fix}{more}")
 
 
 # ======================================================================================================
@@ -3564,21 +3574,21 @@ class _CallbackEmitter(_Emitter):
 # of all buffers: it takes the inputs, outputs and scratch of a call, in order, as arrays.  If the kernel has other
 # parameters, or returns its outputs, this function is an adapter that calls the kernel (see `_ArgumentMap`).
 #
-# This section uses parts of Numba that are not documented.  If Numba changes one of the following, results may silently
-# be wrong.  Only the tests detect this, so copies of this file need them, too.
+# 7.1 to 7.3 are shared with section 9.  The rest is for CPUs only.
 #
-#     the members of arrays                                          `_numba_array_members`
-#     the functions that write to read-only arrays, and gufuncs      `_may_ignore_readonly`
-#     the IR that `compiler.run_frontend` returns                    `_numba_ir`
-#     the name of the function that starts threads                   `_uses_threads`
-#     the class of object mode                                       `_check_no_object_mode`
+# The following functions use undocumented parts of Numba.  If Numba changes such a part, results may silently be wrong.
+# Only the tests detect this, so copies of this file need them, too.
+#
+#     `_numba_array_members`         the members of an array that a compiled function takes
+#     `_uses_threads`                the name of the function that starts threads
+#     `_check_no_object_mode`        the class of object mode
+#     `_numba_ir` (8.1)              the IR that `compiler.run_frontend` returns
+#     `_may_ignore_readonly` (8.1)   the functions that write to read-only arrays, and gufuncs
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64 complex128".split()
 )
-# The attributes of arrays that give no access to elements, unlike `.T` and `.flat` (also for sections 8 and 10).
-_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())
 
 
 @_with_option_advice
@@ -3598,63 +3608,56 @@ def numba_kernel(
     """Return a JAX function that runs a Numba kernel on the CPU.
 
     XLA calls the kernel's machine code, without Python and without the GIL.  The function works under `jit`, `scan`,
-    `cond`, `vmap`, `shard_map` and `export`.  It has no derivative.  To define one, use `jax.custom_vjp` or
-    `XLACustomKernel`.
+    `cond`, `vmap`, `shard_map` and `export`.  To define its derivative, use `jax.custom_vjp` or `XLACustomKernel`.
 
-    The kernel takes its arguments by position, in one of two calling conventions:
+    The kernel takes C-contiguous arrays by position, in one of two calling conventions:
 
-        kernel(*inputs, *outputs, *scratch)      # stores to its outputs, and returns nothing
+        kernel(*inputs, *outputs, *scratch)      # stores to its outputs, which start from zeros, and returns nothing
         kernel(*inputs)                          # returns an output, or a tuple of outputs
 
-    An in-out argument has one parameter, at the position of its input.  With in_out_argnames=["v"] and
-    outs=lambda x, v: (v, y_spec), these are kernel(x, v, y), and kernel(x, v), which updates v and returns y.
-
-    Arrays are C-contiguous, and inputs are read-only.  A kernel that stores to its outputs gets 0-d inputs as 0-d
-    arrays, which it reads with `n[()]`, unless `scalars` lists them.  Its outputs start from zeros (see
-    `zero_outputs`).  A kernel that returns its outputs gets 0-d inputs as scalars.
+    Inputs are read-only.  In the first convention, a 0-d input is a 0-d array, which the kernel reads with `n[()]`,
+    unless `scalars` lists it.  In the second one, it is a scalar.
 
     Args:
       kernel: a function decorated with `numba.njit`, `numba.vectorize` or `numba.guvectorize`, or a plain function,
         which is jitted.  If it is omitted, `numba_kernel(outs=...)` is a decorator.
       outs: the outputs: a `jax.ShapeDtypeStruct` (anything with `.shape` and `.dtype`), a pytree of them without dicts,
-        or a function that returns one of these.  The function gets the `ShapeDtypeStruct` of each input, when a call is
-        traced.
-      vmap_method: optional string, one of the names that `jax.pure_callback` accepts.  With "sequential" and
-        "sequential_unrolled", batch elements run in order, on one thread.  With None (the default) and the other names,
-        they are divided among XLA's threads.
+        or a function that takes the `ShapeDtypeStruct` of each input, and returns one of these.
+      vmap_method: optional string, one of the names that `jax.pure_callback` accepts.  By default, batch elements are
+        divided among XLA's threads.  With "sequential" and "sequential_unrolled", they run in order, on one thread.
       input_output_aliases: optional dict from inputs (indices or names) to indices of outputs.  With `{i: j}`, output j
         starts with the value of input i, and uses its memory if XLA can.  The kernel gets the same array for both.
-      in_out_argnames: optional sequence of the parameters that the kernel updates in place, in the order of the
-        kernel's parameters.  Each is an input, and its new value is a result.  `outs` begins with their specs.  Assign
-        to elements: `v[:] = 0.5 * v + x`.  The statement `v = 0.5 * v + x` only creates a local variable.
+      in_out_argnames: optional sequence of the parameters that the kernel updates in place (`v[:] = 0.5 * v + x`), in
+        the order of the kernel's parameters.  Each is an input, and its new value is an output.  `outs` begins with
+        their specs.  With in_out_argnames=["v"] and outs=lambda x, v: (v, y_spec), the two calling conventions are
+        kernel(x, v, y), and kernel(x, v), which updates v and returns y.
       scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  0-d in-out
-        arguments stay arrays.  To compile a constant into the kernel, use a closure variable instead.  A new value
-        of it compiles another kernel, which takes 0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed.
+        arguments stay arrays.  A new value of a scalar compiles nothing.  A new value of a closure variable compiles
+        another kernel (0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed).
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
       zero_outputs: optional boolean, the initial value of new outputs and scratch:
         - None (the default): zeros.  It is an error if the kernel never stores to an output.
         - True: zeros.  The kernel need not store to its outputs.
-        - False: uninitialized memory, for kernels that store to every element.
+        - False: uninitialized memory, for kernels that store to every element.  This saves up to a quarter of the time
+          of `out[i] = x[i] + y[i]`, depending on the size.
         For a product, a minimum or a maximum, first store the initial value (`out[:] = np.inf`), or alias the output
-        to an input.  Outputs that are returned or aliased to an input are not zeroed.  Zeroing takes up to a quarter
-        of the time of `out[i] = x[i] + y[i]`, depending on the size.
-      name: optional string, the prefix of the kernel's name in exported programs, which find the kernel by it (see
-        `export_checks`).
+        to an input.  Outputs that are returned or aliased to an input are not zeroed.
+      name: optional string, the prefix of the name by which exported programs find the kernel (see `export_checks`).
 
     Returns:
       A function of the inputs, which are passed by position or by name.  Its result has the structure of `outs`.
 
     Raises:
       TypeError: if a dtype has no CPU arithmetic in Numba (float16, bfloat16, float8, sub-byte types); if the number of
-        arguments is wrong; if the kernel may write to an input; if it never stores to an output and `zero_outputs` is
-        None; if it cannot be compiled, or uses object mode (see `jax.pure_callback`); if a result has another rank than
-        in `outs`, or a dtype that NumPy does not cast to the declared one ("same_kind").
+        arguments is wrong; if the kernel cannot be compiled, or uses object mode (see `jax.pure_callback`); if it may
+        write to an input; if it never stores to an output and `zero_outputs` is None; if a returned value has another
+        rank than in `outs`, or a dtype that NumPy does not cast to the declared one ("same_kind").
       ValueError: if `vmap_method` is unknown, aliases or `scalars` do not fit the call, or `name` is in use.
       RuntimeError: if the environment variable NUMBA_DISABLE_JIT is set.
       jax.errors.JaxRuntimeError (under `jax.jit` also ValueError): if the kernel raises an exception, whose type and
-        text are in the message, or if a result has another shape than in `outs`.
+        text are in the message, or if a returned value has another shape than in `outs`.
 
     Example:
       >>> import jax.numpy as jnp, numba
@@ -3670,13 +3673,13 @@ def numba_kernel(
 
     Notes on compilation:
 
-    - A kernel is compiled once for each combination of dtypes and ranks.  At that time Numba reads globals and closure
-      variables.  To read new values, wrap a plain function again, or define the kernel again.  If the values are equal
+    - A kernel is compiled once for each combination of dtypes and ranks.  At that time, Numba reads globals and closure
+      variables.  To use new values, wrap a plain function again, or define the kernel again.  If the values are equal
       to earlier ones, nothing is compiled.
-    - Explicit signatures of a `numba.njit` kernel are ignored.  `cache=True` works.
-    - Integer division by zero raises, unless the kernel is decorated with `error_model="numpy"`.
-    - For some functions, such as `np.fill_diagonal(x, 0)` and `x.flat[0] = 1`, Numba ignores that an array is
-      read-only.  If a kernel uses one, or a helper with an explicit signature, it gets copies of the inputs that it may
+    - Explicit signatures of a `numba.njit` kernel are ignored.  `cache=True` works.  Integer division by zero raises,
+      unless the kernel has `error_model="numpy"`.
+    - Numba does not reject all stores to read-only arrays: it accepts `np.fill_diagonal(x, 0)` and `x.flat[0] = 1`.  A
+      kernel with such functions, or with a helper that has an explicit signature, gets copies of the inputs that it may
       write to.  Stores in your own intrinsics and overloads, through raw addresses (`x.ctypes`) and in C code are not
       detected.
 
@@ -3684,12 +3687,11 @@ def numba_kernel(
 
     - XLA may merge two equal calls, even if the kernel draws random numbers, unless `has_side_effect=True`.  Two calls
       with side effects are not ordered, unless one uses a result of the other.
-    - In a `cond` with a batched predicate, the kernel also runs in a branch that is not taken, and its exceptions are
-      raised.  In a batched `while_loop`, it also runs on the last state of batch elements that have finished.
+    - In a `cond` with a batched predicate, the kernel also runs in the branch that is not taken, and its exceptions are
+      raised.  In a batched `while_loop`, it also runs on batch elements that have finished.
     - Kernels run on XLA's threads.  `np.random.seed` and `numba.set_num_threads` are per thread, so calls outside of
       the kernel do not affect it.  Ctrl-C does not stop a kernel that never ends; Ctrl-\\ does.
-    - Batch elements of a `vmap` may run at the same time on several threads.  If the kernel calls a C library that is
-      not thread-safe, use `vmap_method="sequential"`.
+    - If the kernel calls a C library that is not thread-safe, use `vmap_method="sequential"`.
     - A kernel with `parallel=True` uses Numba's threads, one batch element after another.  If
       `numba.threading_layer()` is workqueue, do not call a parallel function yourself while JAX runs a parallel kernel,
       because Numba would end the process.
@@ -3699,7 +3701,7 @@ def numba_kernel(
     return _wrapper_or_decorator(_NumbaKernel, kernel, _Options(**options))
 
 
-# -- 7.1 The wrapper: which buffer of a call is passed to which parameter of the kernel ----------------
+# -- 7.1 Argument maps: which buffer is passed to which parameter (shared with section 9) --------------
 # The buffers of a call have indices: first the inputs, then the outputs, then scratch.  An in-out argument has two
 # buffers, its input and its output, which starts with the value of the input.  The kernel gets the output, at the
 # position of the input.  For example, with inputs x and v, in_out_argnames=["v"] and outs=(v, y):
@@ -3711,138 +3713,11 @@ def numba_kernel(
 # A kernel that returns its outputs has no scratch, and runs on CPUs only.
 
 
-class _NumbaWrapper(_Wrapper):
-    """A wrapper of a Numba kernel, for CPUs (`_NumbaKernel`) or for GPUs (`_CudaWrapper`)."""
-
-    def __init__(self, kernel: Any, options: _Options) -> None:
-        super().__init__(kernel, options)
-        self._check_names("scalars", options.scalar_names)
-
-    def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
-        """Return the argument maps that fit the number of the kernel's parameters.
-
-        The first one is for a kernel that stores to its outputs.  If `may_return`, and if there are other outputs than
-        in-out arguments, and no scratch, there is one for a kernel that returns its outputs, too.
-        """
-        n_in = len(call.ins)
-        n_buffers = len(call.buffers)
-        args = list(range(n_in))
-        for j, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
-            args[self.parameters.index(name)] = n_in + j
-        other_buffers = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
-        maps = [_ArgumentMap(n_buffers, (*args, *other_buffers), self._scalar_inputs(call.ins))]
-        if may_return and other_buffers and not call.scratch:
-            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=other_buffers))
-        python_signature = inspect.signature(_py_func(self.kernel))
-        if fitting_maps := [x for x in maps if _can_bind(python_signature, len(x.args))]:
-            return fitting_maps
-        self._check_no_separate_outputs(call)  # its error has the fix for kernel(v, new_v) with in_out_argnames=["v"]
-        other_kinds = ["output"] * (len(other_buffers) - len(call.scratch)) + ["scratch"] * len(call.scratch)
-        kinds = ["input"] * n_in + self.in_outs + other_kinds
-        # Such as "(input, v, output) or (input, v)" with in_out_argnames=["v"].
-        expected = " or ".join(f"({', '.join(kinds[buffer] for buffer in x.args)})" for x in maps)
-        raise TypeError(
-            "A kernel takes its inputs, outputs and scratch by position, or (on CPUs) only its inputs, and returns its "
-            f"outputs. Kernel {self.__name__!r} takes {python_signature}. This call has {_counted(n_in, 'input')}, and "
-            f"outs declares {_counted(len(call.outs), 'output')}, so the parameters must be {expected}. Correct the "
-            "call, outs or the kernel. If a parameter is both input and output, list it in in_out_argnames. If it is a "
-            "constant, wrap the kernel in a function that has the constant in its closure."
-        )
-
-    def _scalar_inputs(self, ins: Sequence[_Spec]) -> frozenset[int]:
-        """Return the inputs that the option `scalars` selects.  Raise an error if one is not a 0-d input."""
-        zero_dim = _zero_dim_inputs(ins)
-        if self.options.scalars is True:
-            return zero_dim
-        for name in self.options.scalar_names:
-            i = self.parameters.index(name)
-            if i not in zero_dim:
-                kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
-                raise ValueError(
-                    f"{self.title}: a scalar is a 0-d input. {name!r} in scalars={self.options.scalar_names} is "
-                    f"{kind}. Remove it from scalars, or pass a number (under vmap, one for each batch element)."
-                )
-        return frozenset(map(self.parameters.index, self.options.scalar_names))
-
-
-def _zero_dim_inputs(ins: Sequence[_Spec]) -> frozenset[int]:
-    """Return the indices of the 0-d inputs."""
-    return frozenset(i for i, spec in enumerate(ins) if not spec.shape)
-
-
-class _NumbaKernel(_NumbaWrapper):
-    """The wrapper that `numba_kernel` returns."""
-
-    decorator = "numba_kernel"
-
-    def __init__(self, kernel: Any, options: _Options) -> None:
-        if not isinstance(kernel, types.FunctionType) and _decorated_backend(kernel) != "numba":
-            takes = "a plain function, or one that is decorated with numba.njit, vectorize or guvectorize"
-            raise _unsupported_kernel_error("numba_kernel", takes, kernel)
-        super().__init__(kernel, options)
-
-    def _find_target(self, call: _CallParams) -> _CallTarget:
-        """Return the target of a call; if it is new, compile the kernel."""
-        numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
-        if numba.config.DISABLE_JIT:
-            raise RuntimeError(
-                f"{self.title} must be compiled. The environment variable NUMBA_DISABLE_JIT=1 disables this. Unset it. "
-                "To debug the kernel in Python, call the plain function with NumPy arrays."
-            )
-        self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
-        signature = call.signature(self.__name__)
-        argument_maps = self._argument_maps(call, may_return=True)
-        options = self.options
-
-        def compile_handler() -> _CompiledHandler:
-            compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, options.checks_outputs)
-            return compiler.compile_kernel_and_handler(argument_maps, options.in_order)
-
-        key_options = "numba", options.in_order, numba.config.BOUNDSCHECK, options.checks_outputs, *argument_maps
-        specialization = _Specialization(signature, key_options, "cpu", options.name)
-        name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals=True)
-        platform_phrase = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or jax.pure_callback"
-        return _CallTarget(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
-
-    def _jitted_kernel(self) -> Any:
-        """Return the kernel as a ufunc, or as a dispatcher that can be compiled for read-only arrays.
-
-        A dispatcher with explicit signatures compiles for no others, so it is recreated without them.
-        """
-        import numba
-
-        kernel = self.kernel
-        if isinstance(kernel, types.FunctionType):
-            return numba.njit(kernel)
-        if _is_ufunc(kernel):
-            return kernel
-        # The option `inline` is dropped, too: if Numba inlines a kernel into an adapter, its other options are lost.
-        is_inlined = kernel.targetoptions.get("inline", "never") != "never"
-        if not _has_explicit_signatures(kernel) and not is_inlined:
-            return kernel
-        options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
-        pipeline = kernel._compiler.pipeline_class
-        dispatcher = numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
-        if type(kernel._cache).__name__ != "NullCache":  # cache=True, which is not one of the `targetoptions`
-            dispatcher.enable_caching()
-        return dispatcher
-
-
-def _is_ufunc(kernel: Any) -> bool:
-    """Return whether a decorated kernel is a ufunc or gufunc of Numba, which is not a dispatcher."""
-    return not hasattr(kernel, "_can_compile")
-
-
-def _has_explicit_signatures(dispatcher: Any) -> bool:
-    """Return whether a dispatcher has explicit signatures.  Then Numba compiles no others."""
-    return not dispatcher._can_compile
-
-
 class _ArgumentMap(NamedTuple):
-    """How a kernel is called with the buffers b0, b1, ... of a call.
+    """The mapping of the buffers b0, b1, ... of a call to the parameters and returned values of a kernel.
 
     `args`, `scalars`, `copied` and `results` contain indices of buffers.  A position in `args` is the position of a
-    parameter.  Do not rename the class and its fields: their `repr` is hashed into the names of targets.
+    parameter.  Do not rename the class and its fields: the `repr` of a map is hashed into the names of targets.
 
     The adapter of an argument map is a function of all buffers that calls the kernel.  For example, if `kernel(x, n)`
     takes a 0-d input n as a scalar and returns its output, the adapter is:
@@ -3860,7 +3735,7 @@ class _ArgumentMap(NamedTuple):
     scalars: frozenset[int] = frozenset()  # the 0-d inputs passed as scalars; in-out arguments stay arrays
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
     results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
-    slice_ranks: Any = None  # for batch launches (9.6): the rank of a slice of each buffer, a tuple of ints
+    slice_ranks: Any = None  # for `_BatchArgumentMap` (9.6), because a subclass of a NamedTuple cannot add fields
 
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
@@ -3883,10 +3758,7 @@ class _ArgumentMap(NamedTuple):
         return {buffer for position, buffer in enumerate(self.args) if position not in only_read_positions}
 
     def protected_inputs(self, signature: _Signature) -> set[int]:
-        """Return the inputs that the kernel must not write to.
-
-        Scalars are left out, because the kernel gets values.  So are inputs aliased to an output, which it may change.
-        """
+        """Return the inputs that the kernel must not write to: neither scalars, nor inputs aliased to an output."""
         return signature.unaliased_inputs - self.scalars
 
     def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
@@ -3908,390 +3780,77 @@ class _ArgumentMap(NamedTuple):
         return f"b{buffer}.copy()" if buffer in self.copied else f"b{buffer}"
 
 
-# -- 7.2 Compiling -------------------------------------------------------------------------------------
+def _zero_dim_inputs(ins: Sequence[_Spec]) -> frozenset[int]:
+    """Return the indices of the 0-d inputs."""
+    return frozenset(i for i, spec in enumerate(ins) if not spec.shape)
 
 
-@dataclasses.dataclass
-class _NumbaCompiler:
-    """The compilation of one kernel for one signature.
+class _NumbaWrapper(_Wrapper):
+    """A wrapper of a Numba kernel, for CPUs (`_NumbaKernel`) or for GPUs (`_CudaWrapper`)."""
 
-    Most methods call the methods below them:
+    def __init__(self, kernel: Any, options: _Options) -> None:
+        super().__init__(kernel, options)
+        self._check_names("scalars", options.scalar_names)
 
-        compile_kernel_and_handler
-          _try_argument_maps            tries each calling convention that fits the number of parameters
-            _compile_protecting_inputs  checks stores to inputs; if necessary, compiles again, with copies
-              _compile_for_buffers      compiles the kernel for read-only inputs; if that fails, for writable inputs
-                _compile_kernel         compiles the kernel itself, and returns the type of its result
-                _check_results          checks the returned values; or `_check_returns_nothing`
-                _jitted_adapter         creates the adapter, if the kernel needs one
-            _check_outputs              checks stores to outputs
-    """
+    def _argument_maps(self, call: _CallParams, may_return: bool) -> list[_ArgumentMap]:
+        """Return the argument maps that fit the number of the kernel's parameters; raise an error if there is none.
 
-    kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
-    parameters: Sequence[str]  # the names of the kernel's parameters
-    signature: _Signature
-    call: _CallParams  # needed for errors, because a signature has no shapes, and outputs and scratch look the same
-    checks_outputs: bool  # whether it is an error if the kernel never stores to an output
-
-    @property
-    def title(self) -> str:
-        return f"Kernel {self.signature.label!r}"
-
-    @functools.cached_property
-    def only_read_positions(self) -> set[int]:
-        """The positions of the parameters that the kernel only reads, as Numba's IR shows."""
-        return _positions_only_read_in_numba_ir(self.kernel)
-
-    def compile_kernel_and_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
-        """Compile the kernel with the first argument map that works, and the handler that calls it."""
-        began = time.perf_counter()
-        _check_no_object_mode(self.kernel, self.title)
-        argument_map, overload = self._try_argument_maps(argument_maps)
-        signature = self.signature
-        if argument_map.results:
-            signature = signature._replace(zeroed=())  # every element of an output is stored
-        emitter = _NumbaEmitter(signature.label, overload, _uses_threads(overload, self.kernel), in_order)
-        compiled = _build_handler(signature, emitter)
-        spent_ms = 1e3 * (time.perf_counter() - began)
-        slices = "run in order" if emitter.in_order else "are divided among threads"
-        _LOG.debug(f"compiled {signature.label} for {signature} in {spent_ms:.0f} ms; batch elements {slices}")
-        return compiled
-
-    def _try_argument_maps(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
-        """Return the first argument map with which the kernel compiles, and the compiled function of all buffers.
-
-        There are two maps only if the kernel has `*args` or default values.  If none works, raise the first error.
+        The first one is for a kernel that stores to its outputs.  If `may_return`, another one is for a kernel that
+        returns its outputs.  This requires outputs other than in-out arguments, and no scratch.
         """
-        from numba import NumbaPerformanceWarning, NumbaTypeSafetyWarning
+        n_in = len(call.ins)
+        n_buffers = len(call.buffers)
+        args = list(range(n_in))
+        for j, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
+            args[self.parameters.index(name)] = n_in + j
+        other_results = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
+        maps = [_ArgumentMap(n_buffers, (*args, *other_results), self._scalar_inputs(call.ins))]
+        if may_return and other_results and not call.scratch:
+            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=other_results))
+        python_signature = inspect.signature(_py_func(self.kernel))
+        if fitting_maps := [x for x in maps if _can_bind(python_signature, len(x.args))]:
+            return fitting_maps
+        self._check_no_separate_outputs(call)  # its error has the fix for kernel(v, new_v) with in_out_argnames=["v"]
+        raise self._wrong_parameters_error(call, maps)
 
-        errors = []
-        with warnings.catch_warnings():
-            # With parallel=True, Numba warns if it finds nothing that can run in parallel.
-            warnings.simplefilter("ignore", NumbaPerformanceWarning)
-            # Numba warns if a typed dict or list takes a read-only array as a writable one.  The kernel gets a copy.
-            warnings.filterwarnings("ignore", "unsafe cast from .*rray", NumbaTypeSafetyWarning)
-            for argument_map in argument_maps:
-                try:
-                    overload = self._compile_protecting_inputs(argument_map)
-                    self._check_outputs(argument_map)
-                    return argument_map, overload
-                except TypeError as error:
-                    errors.append(error)
-        raise errors[0]
-
-    def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
-        """Return a compiled function of all buffers that does not change inputs, or raise an error.
-
-        An input may be written unless LLVM or Numba's IR shows that the kernel only reads it (8.1).  The first line
-        that fits counts:
-
-            it compiles for read-only inputs, and not `_may_ignore_readonly`  return it
-            it only reads the inputs that it must not change                  return it
-            it does not compile for read-only inputs, because of a store      raise an error
-            otherwise (for example, a helper has an explicit signature)       copy the inputs that may be written
-        """
-        overload, readonly_error = self._compile_for_buffers(argument_map)
-        if not readonly_error and not _may_ignore_readonly(self.kernel):
-            return overload
-        maybe_written = argument_map.maybe_written_buffers(self.only_read_positions)
-        maybe_written &= argument_map.protected_inputs(self.signature)
-        maybe_written -= _buffers_only_read_in_llvm(overload, self.signature)
-        if not maybe_written:
-            return overload
-        if readonly_error and _is_store_to_readonly(readonly_error):
-            names = argument_map.names_of(maybe_written, self.parameters)
-            more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
-            verb = "writes" if len(names) == 1 else "may write"  # Numba's error does not name the array
-            raise _read_only_input_error(f"{self.title} {verb}", names, more=more) from readonly_error
-        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
-        # If Numba accepts only writable types again, `_` is the error for read-only ones.  Writable types are safe now,
-        # because the kernel only reads the inputs that are not copied.
-        overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
-        return overload
-
-    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[Any, Exception | None]:
-        """Return a compiled function of all buffers, after checking the values that the kernel returns.
-
-        If the kernel only compiles for writable inputs, also return the error for read-only inputs.
-        """
-        from numba import types as nbtypes
-
-        compile_kernel = functools.partial(self._compile_kernel, argument_map)
-        returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
-        check_returned_type = self._check_results if argument_map.results else self._check_returns_nothing
-        check_returned_type(argument_map, returned_type)
-        function = self.kernel
-        if _is_ufunc(self.kernel) or not argument_map.is_identity_for(self.kernel):
-            function = self._jitted_adapter(argument_map, returned_type)
-        buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
-        try:
-            function.compile(buffer_types)  # does nothing if `function` is the kernel, which is compiled already
-        except Exception as error:
-            raise _compile_error("Numba", self.signature, error) from error
-        return function.overloads[buffer_types], readonly_error
-
-    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
-        """Compile the kernel for buffers of these types, and return the Numba type of its result."""
-        from numba.core.registry import cpu_target
-
-        argument_types = []
-        for buffer in argument_map.args:
-            argument_type = buffer_types[buffer]
-            if buffer in argument_map.scalars:
-                argument_type = argument_type.dtype
-            elif buffer in argument_map.copied:
-                argument_type = argument_type.copy(readonly=False)
-            argument_types.append(argument_type)
-        # To find the type of a call, Numba compiles the called function.
-        context = cpu_target.typing_context
-        context.refresh()
-        call_type = context.resolve_value_type(self.kernel).get_call_type(context, tuple(argument_types), {})
-        return call_type.return_type
-
-    def _jitted_adapter(self, argument_map: _ArgumentMap, returned_type: Any) -> Any:
-        """Return a dispatcher of the adapter, which also stores the values that the kernel returns, if any."""
-        import numba
-        from numba import types as nbtypes
-
-        leaves = _returned_leaves(returned_type)
-        # If outputs 0 and 1 are aliased to x and y, and the kernel returns (y, x), the store of output 0 changes x.  So
-        # the arrays are copied before the first store.  For one output, Numba's assignment handles overlaps.
-        may_overlap = self.signature.aliases and len(leaves) > 1
-        copy_lines = []
-        store_lines = []
-        for (expression, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
-            if may_overlap and isinstance(numba_type, nbtypes.Array):
-                copy_lines.append(f"r{buffer} = {expression}.copy()")
-                expression = f"r{buffer}"
-            if self.signature.ranks[buffer]:
-                shapes = f"{expression}.shape, b{buffer}.shape"
-                store_lines.append(f"if {expression}.shape != b{buffer}.shape: raise ShapeError({shapes})")
-            store_lines.append(f"b{buffer}[...] = {expression}")
-        return numba.njit(argument_map.make_adapter(self.kernel, *copy_lines, *store_lines, ShapeError=ShapeError))
-
-    def _check_returns_nothing(self, argument_map: _ArgumentMap, returned: Any) -> None:
-        """Raise an error if a kernel that stores to its outputs returns a value."""
-        if not _returned_leaves(returned):
-            return
-        # A kernel with the lines `out = x + 1; return out` never stores to `out`.  That error has the better fix:
-        # "Write `out[:] = ...`, or remove the parameter 'out' and keep the `return`."
-        self._check_outputs(argument_map, return_fix="keep the `return`")
-        raise TypeError(
-            f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned}. "
-            "Remove the `return`, or wrap the kernel in a function that drops the result."
+    def _wrong_parameters_error(self, call: _CallParams, maps: list[_ArgumentMap]) -> TypeError:
+        """Return the error for a kernel whose number of parameters fits none of these argument maps."""
+        n_in = len(call.ins)
+        n_outs = len(call.outs)
+        other_outputs = ["output"] * (n_outs - len(self.in_outs))
+        roles = ["input"] * n_in + self.in_outs + other_outputs + ["scratch"] * len(call.scratch)
+        # Such as "(input, v, output) or (input, v)" with in_out_argnames=["v"].
+        expected = " or ".join(f"({', '.join(roles[buffer] for buffer in x.args)})" for x in maps)
+        return TypeError(
+            "A kernel takes its inputs, outputs and scratch by position, or (on CPUs) only its inputs, and returns its "
+            f"outputs. Kernel {self.__name__!r} takes {inspect.signature(_py_func(self.kernel))}. This call has "
+            f"{_counted(n_in, 'input')}, and outs declares {_counted(n_outs, 'output')}, so the parameters must be "
+            f"{expected}. Correct the call, outs or the kernel. If a parameter is both input and output, list it in "
+            "in_out_argnames. If it is a constant, wrap the kernel in a function that has the constant in its closure."
         )
 
-    def _check_results(self, argument_map: _ArgumentMap, returned: Any) -> None:
-        """Raise an error if a kernel that returns its outputs does not return what `outs` declares."""
-        leaves = _returned_leaves(returned).values()
-        declared = [(self.signature.dtypes[buffer], self.signature.ranks[buffer]) for buffer in argument_map.results]
-        fixes = [_RESULTS_ADVICE]
-        if len(leaves) == len(declared):
-            fixes = [*filter(None, map(_fix_if_invalid, leaves, declared))]
-        if not fixes:
-            return
-        shown = ", ".join(f"array({dtype.name}, {rank}d, C)" if rank else dtype.name for dtype, rank in declared)
-        raise TypeError(
-            "A kernel that takes only its inputs returns what outs declares; NumPy's 'same_kind' casts are allowed "
-            f"(float64 to float32, not float to int). {self.title} returns {returned}, not {shown}. {fixes[0]}."
-        )
-
-    def _check_outputs(self, argument_map: _ArgumentMap, return_fix: str = "") -> None:
-        """Raise an error if the kernel surely never stores to an output."""
-        if self.checks_outputs:
-            buffer_of = dict(argument_map.named_args(self.parameters))
-            stored = argument_map.maybe_written_buffers(self.only_read_positions)
-            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, fix_index=":", return_fix=return_fix)
+    def _scalar_inputs(self, ins: Sequence[_Spec]) -> frozenset[int]:
+        """Return the inputs that the option `scalars` selects.  Raise an error if one is not a 0-d input."""
+        zero_dim = _zero_dim_inputs(ins)
+        if self.options.scalars is True:
+            return zero_dim
+        scalars = {name: self.parameters.index(name) for name in self.options.scalar_names}
+        for name, i in scalars.items():
+            if i not in zero_dim:
+                kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
+                raise ValueError(
+                    f"{self.title}: a scalar is a 0-d input. {name!r} in scalars={self.options.scalar_names} is "
+                    f"{kind}. Remove it from scalars, or pass a number (under vmap, one for each batch element)."
+                )
+        return frozenset(scalars.values())
 
 
-def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
-    """Return the Numba types of all buffers: C-contiguous arrays.  If `readonly`, inputs are read-only.
-
-    `types_module` is `numba.types`, or the same module of a Numba CUDA package.
-    """
-    array_types = []
-    for buffer, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
-        element = types_module.boolean if dtype.kind == "b" else getattr(types_module, dtype.name)
-        is_input = buffer < signature.n_in
-        array_types.append(types_module.Array(element, rank, "C", readonly and is_input))
-    return tuple(array_types)
-
-
-def _compile_readonly_or_writable(
-    compiler_name: str, compile_for: Callable[[tuple], Any], types_module: Any, signature: _Signature
-) -> tuple[Any, Exception | None]:
-    """Compile a kernel for read-only inputs.  If that fails, compile it for writable inputs.
-
-    For example, a helper with an explicit signature accepts only writable arrays.  `compile_for` compiles the kernel
-    for a tuple of types, one for each buffer (see `_array_types`).  Return its result, and the error for read-only
-    inputs, or None if they work.
-    """
-    try:
-        return compile_for(_array_types(types_module, signature)), None
-    except Exception as readonly_error:
-        try:
-            return compile_for(_array_types(types_module, signature, readonly=False)), readonly_error
-        except Exception:
-            raise _compile_error(compiler_name, signature, readonly_error) from readonly_error
-
-
-class ShapeError(ValueError):  # no underscore, because its name is in the error's text
-    """A kernel returned an array whose shape differs from the one that `outs` declares."""
-
-    def __str__(self) -> str:
-        returned, declared = self.args
-        fix = "If the shape depends on the data, declare a fixed capacity in outs, and return a count, too"
-        return f"an array of shape {returned} is returned, where outs declares {declared}. {fix}"
-
-
-def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str, Any]:
-    """Return {expression: Numba type} for the scalars and arrays in a returned value.
-
-    For a tuple of an array and a float, it is {"returned[0]": array(float32, 1d, C), "returned[1]": float64}.
-    """
-    from numba import types as nbtypes
-
-    if numba_type == nbtypes.none:
-        return {}
-    if not isinstance(numba_type, nbtypes.BaseTuple):
-        return {expression: nbtypes.unliteral(numba_type)}
-    leaves = {}
-    for i, item in enumerate(numba_type):
-        leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
-    return leaves
-
-
-def _fix_if_invalid(numba_type: Any, declared: tuple[np.dtype, int]) -> str | None:
-    """Return the fix for a returned value that cannot be stored to an output, or None if it can be."""
-    from numba import from_dtype
-
-    dtype, rank = declared
-    element, returned_rank = _element_and_rank(numba_type)
-    if returned_rank != rank:
-        return _RESULTS_ADVICE
-    castable = [from_dtype(np.dtype(name)) for name in _NUMBA_DTYPES if np.can_cast(name, dtype, "same_kind")]
-    if element in castable:
-        return None
-    fix = f"Return x.astype(np.{dtype})" if rank else f"Return np.{dtype}(x)"
-    if str(element) in _NUMBA_DTYPES:
-        jax_dtype = jax.dtypes.canonicalize_dtype(str(element))  # of 32 bits, if x64 is disabled
-        fix += f", or declare {jax_dtype} in outs"
-    return fix
-
-
-def _element_and_rank(numba_type: Any) -> tuple[Any, int | None]:
-    """Return the element type and the rank of an array or a number.  The rank of any other value is None."""
-    from numba import types as nbtypes
-
-    if isinstance(numba_type, nbtypes.Array):
-        return numba_type.dtype, numba_type.ndim
-    return numba_type, 0 if isinstance(numba_type, (nbtypes.Number, nbtypes.Boolean)) else None
-
-
-# -- 7.3 Object mode and threads -----------------------------------------------------------------------
-
-
-def _check_no_object_mode(kernel: Any, title: str) -> None:
-    """Raise an error if a kernel or a helper references Numba's object mode, under any name.
-
-    Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
-    """
-    for function in _kernel_and_helpers(kernel):
-        names = _referenced_names(_code_of(function))
-        type_names = [type(value).__name__ for _, value in _captured_values(function)]
-        if "objmode" in names or "_ObjModeContextType" in type_names:
-            raise TypeError(
-                f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
-                "with jax.pure_callback, besides the kernel or instead of it."
-            )
-
-
-def _uses_threads(overload: Any, kernel: Any) -> bool:
-    """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    # The LLVM module lacks helpers that are called through pointers.
-    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
-        return True
-    return "@numba_parallel_for(" in str(_llvm_module(overload))
-
-
-# -- 7.4 The emitter: Numba's calling convention, exceptions and threads -------------------------------
-# As in section 6, `ir` only writes code.  The code runs when XLA calls the handler.
-
-
-class _NumbaEmitter(_Emitter):
-    """An emitter that calls a compiled function of all buffers for each slice.  `_Emitter` explains the attributes."""
-
-    def __init__(self, label: str, overload: Any, uses_threads: bool, in_order: bool) -> None:
-        import numba
-
-        def report(exception_address: int) -> int:
-            """Return the address of the message of an exception."""
-            if exception_address:
-                exception = ctypes.cast(exception_address, ctypes.py_object).value
-            else:  # a helper in object mode was called through a function pointer, so `_check_no_object_mode` missed it
-                exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
-            return _store_error_message(exception, label)
-
-        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
-        self.code_key = ("numba",)
-        self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
-        self.report_address = ctypes.cast(callback, _PTR).value or 0
-        self.keep_alive = overload, callback  # the owners of these addresses
-        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
-        self.starts_threads = uses_threads
-        if uses_threads:
-            numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
-            if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
-                self.lock_address = _native_lock_address("workqueue_lock")
-
-    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
-        """Call the kernel for each slice.  If its status is an error, return the exception's message to XLA."""
-        from numba.core import types as nbtypes
-        from numba.core.registry import cpu_target
-
-        context = cpu_target.target_context
-        call_conv = context.call_conv
-        builder = ir.llvm_builder
-        address = ir.handler_data.kernel_address  # the copy of `self.kernel_address` that the code reads when it runs
-        with ir.each_slice(buffers, count) as arrays:
-            params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
-            param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
-            pointer_type = call_conv.get_function_type(nbtypes.none, param_types).as_pointer()
-            function = builder.inttoptr(address.value, pointer_type)
-            status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
-            with builder.if_then(status.is_error, likely=False):
-                ir.fail_inner_loop(frame, self._write_error_message(ir, context, status))
-
-    def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
-        """Create the Python exception of a status, and return the address of its message."""
-        python = context.get_python_api(ir.llvm_builder)
-        gil = python.gil_ensure()
-        context.call_conv.raise_error(ir.llvm_builder, python, status)
-        error = ir.call("PyErr_GetRaisedException")
-        message = ir.call(ir.handler_data.report_address, error)
-        ir.call("Py_DecRef", error)
-        python.gil_release(gil)
-        return message
-
-
-def _numba_array_members(array: _KernelArray) -> list[Any]:
-    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
-    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
-
-
-# -- 7.5 Errors of the compiler, with advice -----------------------------------------------------------
-# Kernels for GPUs use this part, too.
+# -- 7.2 Errors of the compiler, with advice (shared with section 9) -----------------------------------
 
 # Numba 0.63 to 0.68 raise an AttributeError with this text for `x += 1`, if x is read-only.
 _INPLACE_CRASH_TEXT = "'NoneType' object has no attribute 'args'"
-_READ_ONLY_ADVICE = (
-    f"{_READ_ONLY_RULE}. Global arrays are read-only, too. Write to an output (a parameter after the inputs), list the "
-    "input in in_out_argnames, or alias an output to it with input_output_aliases."
-)
 _STORE_TO_READONLY = r"Cannot modify readonly array|setitem\(readonly array|explicit output that is read-only"
-_RESULTS_ADVICE = "Return one value for each of outs, with as many dimensions"
-# {pattern in the text of Numba's error: advice}.  The first pattern that matches counts.  The comments show texts of
-# Numba that the pattern below them matches.
+# {pattern in Numba's error: advice}.  The first match counts.  The comments above a pattern show texts that it matches.
 _ADVICE = {
     # Cannot modify readonly array of type: readonly array(float32, 1d, C)
     # >>> setitem(readonly array(float32, 1d, C), Literal[int](0), Literal[int](77))
@@ -4381,11 +3940,444 @@ def _compile_error(compiler: str, signature: _Signature, error: Exception) -> Ty
     is_about_0d = re.search(r"\b0d\b|^<ufunc '\w+'>$|object has no attribute 'dtype'", text)
     if advice is None and 0 in signature.ranks and is_about_0d:
         advice = (
-            "An array without dimensions has no items n[i]; under vmap, a slice may have no dimensions. Read and write "
-            "it with n[()], or list an input in scalars=['n'] and read it as n."
+            "A 0-d array has no items n[i]; under vmap, arrays lack the batch dimension. Read and write it with n[()], "
+            "or list an input in scalars=['n'] and read n."
         )
     summary = f"{compiler} cannot compile kernel {signature.label!r} for {signature}."
     return TypeError(f"{summary} {advice}\n{text}" if advice else f"{summary}\n{text}")
+
+
+# -- 7.3 Array types, and compiling for read-only arrays (shared with section 9) -----------------------
+
+
+def _numba_array_members(array: _KernelArray) -> list[Any]:
+    """Return an array as Numba passes it: meminfo, parent (both null), nitems, itemsize, data, shape, strides."""
+    return [0, 0, math.prod(array.dims), array.itemsize, array.pointer, *array.dims, *array.strides(array.itemsize)]
+
+
+def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
+    """Return the Numba types of all buffers: C-contiguous arrays.  If `readonly`, inputs are read-only.
+
+    `types_module` is `numba.types`, or the same module of a Numba CUDA package.
+    """
+    array_types = []
+    for buffer, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
+        element = types_module.boolean if dtype.kind == "b" else getattr(types_module, dtype.name)
+        is_input = buffer < signature.n_in
+        array_types.append(types_module.Array(element, rank, "C", readonly and is_input))
+    return tuple(array_types)
+
+
+def _has_explicit_signatures(dispatcher: Any) -> bool:
+    """Return whether a dispatcher has explicit signatures.  Then Numba compiles no others."""
+    return not dispatcher._can_compile
+
+
+def _compile_readonly_or_writable(
+    compiler_name: str, compile_for: Callable[[tuple], Any], types_module: Any, signature: _Signature
+) -> tuple[Any, Exception | None]:
+    """Compile a kernel for read-only inputs.  If that fails, compile it for writable inputs.
+
+    For example, a helper with an explicit signature accepts only writable arrays.  `compile_for` compiles the kernel
+    for a tuple of types, one for each buffer (see `_array_types`).  Return its result, and the error for read-only
+    inputs, or None if they work.
+    """
+    try:
+        return compile_for(_array_types(types_module, signature)), None
+    except Exception as readonly_error:
+        try:
+            return compile_for(_array_types(types_module, signature, readonly=False)), readonly_error
+        except Exception:
+            raise _compile_error(compiler_name, signature, readonly_error) from readonly_error
+
+
+# -- 7.4 The emitter: Numba's calling convention, exceptions and threads -------------------------------
+# As in section 6, `ir` only writes code.  The code runs when XLA calls the handler.
+
+
+def _uses_threads(overload: Any, kernel: Any) -> bool:
+    """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
+    # The LLVM module lacks helpers that are called through pointers.
+    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
+        return True
+    return "@numba_parallel_for(" in str(_llvm_module(overload))
+
+
+class _NumbaEmitter(_Emitter):
+    """An emitter that calls a compiled function of all buffers for each slice.  `_Emitter` explains the attributes."""
+
+    def __init__(self, label: str, overload: Any, kernel: Any, in_order: bool) -> None:
+        import numba
+
+        def report(exception_address: int) -> int:
+            """Return the address of the message of an exception."""
+            if exception_address:
+                exception = ctypes.cast(exception_address, ctypes.py_object).value
+            else:  # a helper in object mode was called through a function pointer, so `_check_no_object_mode` missed it
+                exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
+            return _store_error_message(exception, label)
+
+        callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
+        self.code_key = ("numba",)
+        self.kernel_address = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+        self.report_address = ctypes.cast(callback, _PTR).value or 0
+        self.keep_alive = overload, callback  # the owners of these addresses
+        uses_threads = _uses_threads(overload, kernel)
+        self.in_order = in_order or uses_threads  # Numba's threads use all cores, so slices need no threads
+        self.starts_threads = uses_threads
+        if uses_threads:
+            numba.get_num_threads()  # starts Numba's threads; before that, the threading layer is unknown
+            if numba.threading_layer() == "workqueue":  # it aborts the process if two threads enter it
+                self.lock_address = _native_lock_address("workqueue_lock")
+
+    def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
+        """Call the kernel for each slice.  If its status is an error, return the exception's message to XLA."""
+        from numba.core import types as nbtypes
+        from numba.core.registry import cpu_target
+
+        context = cpu_target.target_context
+        call_conv = context.call_conv
+        builder = ir.llvm_builder
+        address = ir.handler_data.kernel_address  # the copy of `self.kernel_address` that the code reads when it runs
+        with ir.each_slice(buffers, count) as arrays:
+            params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
+            param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
+            pointer_type = call_conv.get_function_type(nbtypes.none, param_types).as_pointer()
+            function = builder.inttoptr(address.value, pointer_type)
+            status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
+            with builder.if_then(status.is_error, likely=False):
+                ir.fail_inner_loop(frame, self._write_error_message(ir, context, status))
+
+    def _write_error_message(self, ir: _HandlerBuilder, context: Any, status: Any) -> _Int64:
+        """Create the Python exception of a status, and return the address of its message."""
+        python = context.get_python_api(ir.llvm_builder)
+        gil = python.gil_ensure()
+        context.call_conv.raise_error(ir.llvm_builder, python, status)
+        error = ir.call("PyErr_GetRaisedException")
+        message = ir.call(ir.handler_data.report_address, error)
+        ir.call("Py_DecRef", error)
+        python.gil_release(gil)
+        return message
+
+
+# -- 7.5 Returned values -------------------------------------------------------------------------------
+
+
+class ShapeError(ValueError):  # no underscore, because its name is in the error's text
+    """A kernel returned an array whose shape differs from the one that `outs` declares."""
+
+    def __str__(self) -> str:
+        returned, declared = self.args
+        fix = "If the shape depends on the data, declare a fixed capacity in outs, and return a count, too"
+        return f"an array of shape {returned} is returned, where outs declares {declared}. {fix}"
+
+
+def _returned_leaves(numba_type: Any, expression: str = "returned") -> dict[str, Any]:
+    """Return {expression: Numba type} for the scalars and arrays in a returned value.
+
+    For a tuple of an array and a float, it is {"returned[0]": array(float32, 1d, C), "returned[1]": float64}.
+    """
+    from numba import types as nbtypes
+
+    if numba_type == nbtypes.none:
+        return {}
+    if not isinstance(numba_type, nbtypes.BaseTuple):
+        return {expression: nbtypes.unliteral(numba_type)}
+    leaves = {}
+    for i, item in enumerate(numba_type):
+        leaves.update(_returned_leaves(item, f"{expression}[{i}]"))
+    return leaves
+
+
+def _fix_for_returned_type(numba_type: Any, dtype: np.dtype, rank: int) -> str:
+    """Return the fix if a value of this type cannot be stored to an output; otherwise an empty string."""
+    from numba import types as nbtypes
+
+    returned_dtype, returned_rank = str(numba_type), 0
+    if isinstance(numba_type, nbtypes.Array):
+        returned_dtype, returned_rank = str(numba_type.dtype), numba_type.ndim
+    if returned_rank != rank:
+        return f"Return an array with {_counted(rank, 'dimension')}" if rank else "Return a number"
+    fix = f"Return x.astype(np.{dtype})" if rank else f"Return np.{dtype}(x)"
+    if returned_dtype not in _NUMBA_DTYPES:
+        return fix
+    if np.can_cast(returned_dtype, dtype, "same_kind"):
+        return ""
+    return f"{fix}, or declare {jax.dtypes.canonicalize_dtype(returned_dtype)} in outs"  # of 32 bits, without x64
+
+
+# -- 7.6 Compiling -------------------------------------------------------------------------------------
+
+
+def _check_no_object_mode(kernel: Any, title: str) -> None:
+    """Raise an error if a kernel or a helper references Numba's object mode, under any name.
+
+    Object mode needs the GIL.  If it raises an exception on one of XLA's threads, Numba loses the exception.
+    """
+    for function in _kernel_and_helpers(kernel):
+        names = _referenced_names(_code_of(function))
+        type_names = [type(value).__name__ for _, value in _captured_values(function)]
+        if "objmode" in names or "_ObjModeContextType" in type_names:
+            raise TypeError(
+                f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
+                "with jax.pure_callback, besides the kernel or instead of it."
+            )
+
+
+def _is_ufunc(kernel: Any) -> bool:
+    """Return whether a decorated kernel is a ufunc or gufunc of Numba, which is not a dispatcher."""
+    return not hasattr(kernel, "_can_compile")
+
+
+@dataclasses.dataclass
+class _NumbaCompiler:
+    """The compilation of one kernel for one signature.
+
+    Most methods call the methods below them:
+
+        compile_kernel_and_handler
+          _try_argument_maps            tries each calling convention that fits the number of parameters
+            _compile_protecting_inputs  checks stores to inputs; if necessary, compiles again, with copies
+              _compile_for_buffers      compiles the kernel for read-only inputs; if that fails, for writable inputs
+                _compile_kernel         compiles the kernel itself, and returns the type of its result
+                _check_returned_values  (or `_check_returns_nothing`) checks this type
+                _jitted_adapter         creates the adapter, if the kernel needs one
+            _check_outputs              checks stores to outputs
+    """
+
+    kernel: Any  # a dispatcher or a ufunc (`_jitted_kernel`)
+    parameters: Sequence[str]  # the names of the kernel's parameters
+    signature: _Signature
+    call: _CallParams  # needed for errors, because a signature has no shapes, and outputs and scratch look the same
+    checks_outputs: bool  # whether it is an error if the kernel never stores to an output
+
+    @property
+    def title(self) -> str:
+        return f"Kernel {self.signature.label!r}"
+
+    @functools.cached_property
+    def only_read_positions(self) -> set[int]:
+        """The positions of the parameters that the kernel only reads, as Numba's IR shows."""
+        return _positions_only_read_in_numba_ir(self.kernel)
+
+    def compile_kernel_and_handler(self, argument_maps: list[_ArgumentMap], in_order: bool) -> _CompiledHandler:
+        """Compile the kernel with the first argument map that works, and the handler that calls it."""
+        began = time.perf_counter()
+        _check_no_object_mode(self.kernel, self.title)
+        argument_map, overload = self._try_argument_maps(argument_maps)
+        signature = self.signature
+        if argument_map.results:
+            signature = signature._replace(zeroed=())  # every element of an output is stored
+        emitter = _NumbaEmitter(signature.label, overload, self.kernel, in_order)
+        compiled = _build_handler(signature, emitter)
+        spent_ms = 1e3 * (time.perf_counter() - began)
+        slices = "run in order" if emitter.in_order else "are divided among threads"
+        _LOG.debug(f"compiled {signature.label} for {signature} in {spent_ms:.0f} ms; batch elements {slices}")
+        return compiled
+
+    def _try_argument_maps(self, argument_maps: list[_ArgumentMap]) -> tuple[_ArgumentMap, Any]:
+        """Return the first argument map with which the kernel compiles, and the compiled function of all buffers.
+
+        There are two maps only if the kernel has `*args` or default values.  If none works, raise the first error.
+        """
+        from numba import NumbaPerformanceWarning, NumbaTypeSafetyWarning
+
+        errors = []
+        with warnings.catch_warnings():
+            # With parallel=True, Numba warns if it finds nothing that can run in parallel.
+            warnings.simplefilter("ignore", NumbaPerformanceWarning)
+            # Numba warns if a typed dict or list takes a read-only array as a writable one.  The kernel gets a copy.
+            warnings.filterwarnings("ignore", "unsafe cast from .*rray", NumbaTypeSafetyWarning)
+            for argument_map in argument_maps:
+                try:
+                    overload = self._compile_protecting_inputs(argument_map)
+                    self._check_outputs(argument_map)
+                    return argument_map, overload
+                except TypeError as error:
+                    errors.append(error)
+        raise errors[0]
+
+    def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
+        """Return a compiled function of all buffers that does not change inputs (8.1), or raise an error."""
+        overload, readonly_error = self._compile_for_buffers(argument_map)
+        if not readonly_error and not _may_ignore_readonly(self.kernel):
+            return overload  # Numba rejects all stores to read-only arrays, and has found none
+        maybe_written = argument_map.maybe_written_buffers(self.only_read_positions)  # as Numba's IR shows
+        maybe_written -= _buffers_only_read_in_llvm(overload, self.signature)
+        maybe_written &= argument_map.protected_inputs(self.signature)
+        if not maybe_written:
+            return overload
+        if readonly_error and _is_store_to_readonly(readonly_error):
+            names = argument_map.names_of(maybe_written, self.parameters)
+            raise self._store_to_input_error(names, readonly_error) from readonly_error
+        # It is unknown whether the kernel writes to these inputs.  For example, it passes one to a helper with an
+        # explicit signature for writable arrays.
+        _LOG.debug(f"{self.title} gets copies of its inputs {sorted(maybe_written)}, because it may write to them")
+        overload, _ = self._compile_for_buffers(argument_map._replace(copied=frozenset(maybe_written)))
+        return overload  # even if it takes writable inputs: the kernel only reads those that are not copied
+
+    def _store_to_input_error(self, names: Sequence[str], readonly_error: Exception) -> TypeError:
+        """Return the error for a kernel in which Numba found a store to one of these inputs."""
+        verb = "writes" if len(names) == 1 else "may write"  # Numba's error does not name the array
+        problem = f"{self.title} {verb} to input {_any_of(names)}."
+        more = f" To change a copy only, write to {names[0]}.copy().\n{_error_text(readonly_error)}"
+        return _read_only_input_error(problem, names, more)
+
+    def _compile_for_buffers(self, argument_map: _ArgumentMap) -> tuple[Any, Exception | None]:
+        """Return a compiled function of all buffers, and the error for read-only inputs, or None if they work."""
+        from numba import types as nbtypes
+
+        compile_kernel = functools.partial(self._compile_kernel, argument_map)
+        returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
+        if argument_map.results:
+            self._check_returned_values(argument_map.results, returned_type)
+        else:
+            self._check_returns_nothing(returned_type)
+        if _is_ufunc(self.kernel) or not argument_map.is_identity_for(self.kernel):
+            function = self._jitted_adapter(argument_map, returned_type)
+        else:
+            function = self.kernel  # is compiled already, so `compile` does nothing
+        buffer_types = _array_types(nbtypes, self.signature, readonly=readonly_error is None)
+        try:
+            function.compile(buffer_types)
+        except Exception as error:
+            raise _compile_error("Numba", self.signature, error) from error
+        return function.overloads[buffer_types], readonly_error
+
+    def _compile_kernel(self, argument_map: _ArgumentMap, buffer_types: tuple) -> Any:
+        """Compile the kernel for buffers of these types, and return the Numba type of its result."""
+        from numba.core.registry import cpu_target
+
+        argument_types = []
+        for buffer in argument_map.args:
+            argument_type = buffer_types[buffer]
+            if buffer in argument_map.scalars:
+                argument_type = argument_type.dtype
+            elif buffer in argument_map.copied:
+                argument_type = argument_type.copy(readonly=False)
+            argument_types.append(argument_type)
+        # To find the type of a call, Numba compiles the called function.
+        context = cpu_target.typing_context
+        context.refresh()
+        call_type = context.resolve_value_type(self.kernel).get_call_type(context, tuple(argument_types), {})
+        return call_type.return_type
+
+    def _jitted_adapter(self, argument_map: _ArgumentMap, returned_type: Any) -> Any:
+        """Return a dispatcher of the adapter, which also stores the values that the kernel returns, if any."""
+        import numba
+        from numba import types as nbtypes
+
+        leaves = _returned_leaves(returned_type)
+        # If outputs 0 and 1 are aliased to x and y, and the kernel returns (y, x), the store of output 0 changes x.  So
+        # the arrays are copied before the first store.  For one output, Numba's assignment handles overlaps.
+        may_overlap = self.signature.aliases and len(leaves) > 1
+        copy_lines = []
+        store_lines = []
+        for (value, numba_type), buffer in zip(leaves.items(), argument_map.results, strict=True):
+            if may_overlap and isinstance(numba_type, nbtypes.Array):
+                copy_lines.append(f"copy{buffer} = {value}.copy()")
+                value = f"copy{buffer}"
+            if self.signature.ranks[buffer]:
+                shapes = f"{value}.shape, b{buffer}.shape"
+                store_lines.append(f"if {value}.shape != b{buffer}.shape: raise ShapeError({shapes})")
+            store_lines.append(f"b{buffer}[...] = {value}")
+        return numba.njit(argument_map.make_adapter(self.kernel, *copy_lines, *store_lines, ShapeError=ShapeError))
+
+    def _check_returns_nothing(self, returned_type: Any) -> None:
+        """Raise an error if a kernel that stores to its outputs returns a value."""
+        if _returned_leaves(returned_type):
+            raise TypeError(
+                f"A kernel with parameters for its outputs returns nothing. {self.title} returns {returned_type}. "
+                "Remove the `return`, and store to the outputs (`out[:] = ...`). Or remove the parameters for outputs, "
+                "and keep the `return`."
+            )
+
+    def _check_returned_values(self, buffers: Sequence[int], returned_type: Any) -> None:
+        """Raise an error if a kernel does not return a value that fits each of these buffers, which are outputs."""
+        values = _returned_leaves(returned_type).values()
+        if len(values) != len(buffers):
+            raise TypeError(
+                f"A kernel that takes only its inputs returns one value for each output. {self.title} returns "
+                f"{returned_type}, and has {_counted(len(buffers), 'output')} to return. Correct the `return`, or outs."
+            )
+        for value_type, buffer in zip(values, buffers, strict=True):
+            dtype = self.signature.dtypes[buffer]
+            rank = self.signature.ranks[buffer]
+            if fix := _fix_for_returned_type(value_type, dtype, rank):
+                declared = f"array({dtype}, {rank}d, C)" if rank else dtype
+                raise TypeError(
+                    "A returned value has the rank that outs declares, and a dtype that NumPy casts to the declared "
+                    f"one ('same_kind': float64 to float32, not float to int). {self.title} returns {value_type} for "
+                    f"output {buffer - self.signature.n_in}, not {declared}. {fix}."
+                )
+
+    def _check_outputs(self, argument_map: _ArgumentMap) -> None:
+        """Raise an error if the kernel surely never stores to an output."""
+        if self.checks_outputs:
+            buffer_of = dict(argument_map.named_args(self.parameters))
+            stored = argument_map.maybe_written_buffers(self.only_read_positions)
+            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, fix_index=":")
+
+
+# -- 7.7 The wrapper -----------------------------------------------------------------------------------
+
+
+class _NumbaKernel(_NumbaWrapper):
+    """The wrapper that `numba_kernel` returns."""
+
+    decorator = "numba_kernel"
+
+    def __init__(self, kernel: Any, options: _Options) -> None:
+        if not isinstance(kernel, types.FunctionType) and _decorated_backend(kernel) != "numba":
+            takes = "a plain function, or one that is decorated with numba.njit, vectorize or guvectorize"
+            raise _unsupported_kernel_error("numba_kernel", takes, kernel)
+        super().__init__(kernel, options)
+
+    def _find_target(self, call: _CallParams) -> _CallTarget:
+        """Return the target of a call; if it is new, compile the kernel."""
+        numba = _import("numba", "numba_kernel", _NUMBA_INSTALL)
+        if numba.config.DISABLE_JIT:
+            raise RuntimeError(
+                f"{self.title} must be compiled. The environment variable NUMBA_DISABLE_JIT=1 disables this. Unset it. "
+                "To debug the kernel in Python, call the plain function with NumPy arrays."
+            )
+        self._check_dtypes(call, _NUMBA_DTYPES, "for which Numba has no CPU arithmetic")
+        signature = call.signature(self.__name__)
+        argument_maps = self._argument_maps(call, may_return=True)
+        options = self.options
+
+        def compile_handler() -> _CompiledHandler:
+            compiler = _NumbaCompiler(self._jitted_kernel(), self.parameters, signature, call, options.checks_outputs)
+            return compiler.compile_kernel_and_handler(argument_maps, options.in_order)
+
+        key_options = "numba", options.in_order, numba.config.BOUNDSCHECK, options.checks_outputs, *argument_maps
+        specialization = _Specialization(signature, key_options, "cpu", options.name)
+        name = _REGISTRY.numba_target_name(self, specialization, compile_handler, freezes_globals=True)
+        platform_phrase = "runs on the CPU; for GPUs there are numba_cuda_kernel and warp_kernel, or jax.pure_callback"
+        return _CallTarget(name, platform="cpu", title=self.title, platform_phrase=platform_phrase)
+
+    def _jitted_kernel(self) -> Any:
+        """Return the kernel as a ufunc, or as a dispatcher that can be compiled for read-only arrays.
+
+        A dispatcher with explicit signatures compiles for no others, so it is recreated without them.
+        """
+        import numba
+
+        kernel = self.kernel
+        if isinstance(kernel, types.FunctionType):
+            return numba.njit(kernel)
+        if _is_ufunc(kernel):
+            return kernel
+        # The option `inline` is dropped, too: if Numba inlines a kernel into an adapter, its other options are lost.
+        is_inlined = kernel.targetoptions.get("inline", "never") != "never"
+        if not _has_explicit_signatures(kernel) and not is_inlined:
+            return kernel
+        options = {key: value for key, value in kernel.targetoptions.items() if key != "inline"}
+        pipeline = kernel._compiler.pipeline_class
+        dispatcher = numba.jit(locals=kernel.locals, pipeline_class=pipeline, **options)(kernel.py_func)
+        if type(kernel._cache).__name__ != "NullCache":  # cache=True, which is not one of the `targetoptions`
+            dispatcher.enable_caching()
+        return dispatcher
 
 
 # ======================================================================================================
@@ -4480,6 +4472,10 @@ def _names_only_read_in_numba_ir(kernel: Any, call_stack: tuple = ()) -> set[str
         for statement in block.body:
             uses.add(statement)
     return uses.only_read_names()
+
+
+# The attributes of arrays that give no access to elements, unlike `.T` and `.flat` (also for 8.3 and section 13).
+_ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())
 
 
 class _VariableUses:
@@ -5073,14 +5069,15 @@ def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buf
     for name, store in source.stores.items():
         if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, an aliased input, or no array
             continue
-        reason = f" (`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
+        shown_store = f"(`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
         if store.kind is _StoreKind.EXACT:  # otherwise it is possible: ambiguous stores go to copies
-            raise _read_only_input_error(f"{wrapper.title} writes", [name], reason)
-        fix_if_read = (
+            raise _read_only_input_error(f"{wrapper.title} writes to input {name!r} {shown_store}.", [name])
+        raise _read_only_input_error(
+            f"{wrapper.title} may write to input {name!r} {shown_store}.",
+            [name],
             f" If this statement only reads {name!r}, list {name!r} in in_out_argnames nevertheless, add its spec to "
-            "outs (in-out arguments come first), and ignore the additional result."
+            "outs (in-out arguments come first), and ignore the additional result.",
         )
-        raise _read_only_input_error(f"{wrapper.title} may write", [name], reason, fix_if_read)
     if wrapper.options.checks_outputs:
         stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
         _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")
@@ -5712,9 +5709,9 @@ class _CudaPackage:
 
     module: str  # the name of the package's module `cuda`
     device_inline: str  # the option `inline` of a device function that an adapter calls
-    # Functions of an overload, the package's object for a compiled kernel:
-    ptx_and_entry: Callable[[Any], tuple[str, str]]  # -> its PTX, and its name there
-    cubin: Callable[[Any], Any]  # -> its machine code (numba-cuda: for the current device)
+    # An overload is the package's object for a compiled kernel.
+    ptx_and_entry: Callable[[Any], tuple[str, str]]  # overload -> its PTX, and its name there
+    cubin: Callable[[Any], Any]  # overload -> its machine code (numba-cuda: for the current device)
     param_words: Callable[[_KernelArray], list]  # array -> the int64 parameters that a kernel takes for it
     platform: str = "cuda"  # the platform on which JAX calls the package's kernels
 
@@ -5835,6 +5832,7 @@ def _callable_package(func: Any) -> _PackageOrSimulator:
         self.kernels["f"][1, 8, stream](x, out)    # nothing is captured
 
     The module `numba` counts as numba-cuda.  A callable of numba-cuda-mlir may capture it, too, for `numba.float32`.
+    So numba-cuda-mlir comes first in `packages`, because `max` returns the first of equals.
     """
     packages: list = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR] if _uses_cudasim() else [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
@@ -5869,8 +5867,8 @@ class _CudaCompiler:
     argument_map: _ArgumentMap
     signature: _Signature
     in_order: bool  # whether the slices of a batch must run in order
-    # The names of the inputs that the kernel must not write to, but for which Numba's IR does not prove this:
-    unproven_inputs: list[str]
+    # The names of the inputs that the kernel must not write to, unless Numba's IR proves that it only reads them:
+    inputs_to_check: list[str]
 
     def compile_kernel_and_handler(self) -> _CompiledHandler:
         """Compile the kernel, and a handler that launches it once per slice.
@@ -5919,7 +5917,7 @@ class _CudaCompiler:
         with an explicit signature.  The first row that fits counts:
 
             1. it compiles neither for read-only inputs nor for writable ones    error
-            2. Numba's IR proves that it only reads its inputs                   accepted
+            2. there are no `inputs_to_check`                                    accepted
             3. it compiles only for writable inputs                              error
             4. it has a statement for which Numba ignores read-only arrays       error
             5. otherwise: Numba has found no store                               accepted
@@ -5933,7 +5931,7 @@ class _CudaCompiler:
             nbtypes = numba.types
         # Row 1 raises.  `readonly_error` is None if the kernel compiles for read-only inputs.
         overload, readonly_error = _compile_readonly_or_writable(package.module, kernel.compile, nbtypes, signature)
-        if not self.unproven_inputs:  # row 2
+        if not self.inputs_to_check:  # row 2
             return overload
         if readonly_error:  # row 3
             raise self._writable_only_error(readonly_error) from readonly_error
@@ -5942,22 +5940,26 @@ class _CudaCompiler:
             _copy_dispatcher(kernel).compile(_array_types(nbtypes, signature)).type_annotation
         )
         if statement := _find_store_to_readonly(annotation):  # row 4
-            reason = f": Numba CUDA ignores that the array is read-only in {statement}"
-            raise _read_only_input_error(f"Kernel {signature.label!r} may write", self.unproven_inputs, reason)
+            names = self.inputs_to_check
+            problem = f"Kernel {signature.label!r} may write to input {_any_of(names)}"
+            raise _read_only_input_error(
+                f"{problem}: Numba CUDA ignores that the array is read-only in {statement}.", names
+            )
         return overload
 
     def _writable_only_error(self, readonly_error: Exception) -> TypeError:
         """Return the error for a kernel that compiles only for writable inputs, and may write to one of them."""
+        names = self.inputs_to_check
         title = f"Kernel {self.signature.label!r}"
         text = _error_text(readonly_error)
         if _is_store_to_readonly(readonly_error):
-            return _read_only_input_error(f"{title} writes", self.unproven_inputs, more=f"\n{text}")
-        more = (
+            return _read_only_input_error(f"{title} writes to input {_any_of(names)}.", names, f"\n{text}")
+        return _read_only_input_error(
+            f"{title} may write to input {_any_of(names)}: it compiles only for writable arrays.",
+            names,
             " If it only reads the input, decorate its helpers with @cuda.jit(device=True), without signatures.\n"
-            f"Numba's error for read-only arrays:\n{text}"
+            f"Numba's error for read-only arrays:\n{text}",
         )
-        reason = ": it compiles only for writable arrays"
-        return _read_only_input_error(f"{title} may write", self.unproven_inputs, reason, more)
 
     def _check_launch(self, compiled: _CompiledKernel) -> None:
         """Raise a TypeError if one call of cuLaunchKernel, with the parameters of a handler, cannot launch a kernel.
@@ -5984,7 +5986,7 @@ class _CudaCompiler:
 
 
 def _copy_dispatcher(kernel: Any, **more_options: Any) -> Any:
-    """Return a dispatcher of the same function and options, without explicit signatures, compiled code and a cache."""
+    """Return a dispatcher of the same function and options, without explicit signatures, compiled code or a cache."""
     return type(kernel)(kernel.py_func, dict(kernel.targetoptions, **more_options))
 
 
@@ -6019,7 +6021,7 @@ def _find_store_to_readonly(kernel_annotation: Any) -> str | None:
 
 def _may_store_to_readonly(callee_type: Any, signature: Any) -> bool:
     """Return whether a function with this Numba type and signature may write to a read-only array."""
-    function = getattr(callee_type, "typing_key", None)  # for methods, a text
+    function = getattr(callee_type, "typing_key", None)  # a function; for a method, a text such as "Array.view"
     if function == "Array.view":
         return _is_readonly(callee_type.this) and not _is_readonly(signature.return_type)
     name = getattr(function, "__qualname__", "")
@@ -6112,7 +6114,7 @@ class _CudaEmitter(_Emitter):
         return [first + 8 * i for i in range(len(words))]
 
 
-# -- 9.6 A batch in one launch ------------------------------------------------------------------------
+# -- 9.6 A batch in one launch -------------------------------------------------------------------------
 # On a GPU, a batch is one launch per 65,535 slices, which are the blocks along z.  In order of time:
 #
 #     first trace of a call        compiles the kernel for one slice, and registers a handler, whose inner loop has a
@@ -6138,7 +6140,7 @@ class _BatchLaunchUnsupported(Exception):
 
 
 def _fallback_reason(error: Exception) -> str:
-    """Return the text of an exception, of any type, because of which a batch has one launch per slice."""
+    """Return the reason for a launch per slice: the text of an exception, which may have any type."""
     return str(error) if isinstance(error, _BatchLaunchUnsupported) else f"{type(error).__name__}: {error}"
 
 
@@ -6163,7 +6165,10 @@ _PTX_CALLS_EXTERNAL = re.compile(rf"\.extern\s+\.func\s*(?:\([^)]*\)\s*)?(?!{_FU
 
 
 def _maybe_written_device_arrays(kernel: Any) -> list[str]:
-    """Return the names of the global device arrays that a kernel or one of its helpers may write to."""
+    """Return the names of the global device arrays that a kernel or one of its helpers may write to.
+
+    If slices write to one array, they must run in order.
+    """
     return [
         name
         for function in _kernel_and_helpers(kernel)
@@ -6275,7 +6280,7 @@ class _CudaBatchUpgrade:
             compiler,
             argument_map=_BatchArgumentMap(**(compiler.argument_map._asdict() | {"slice_ranks": slice_ranks})),
             signature=compiler.signature._replace(ranks=tuple(rank + 1 for rank in slice_ranks)),
-            unproven_inputs=[],  # the kernel for one slice has passed the check
+            inputs_to_check=[],  # the kernel for one slice has passed the check
         )
         launcher = batch_compiler.load(batch_compiler.compile())
         if _fingerprint(compiler.kernel) != self.fingerprint:
