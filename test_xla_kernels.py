@@ -3780,6 +3780,10 @@ def set_pos(b: Box, i: int): b.pos[i] = 2.0 * b.mass[i]
 @wp.func
 def replace_pos(b: Box, a: floats): b.pos = a
 @wp.func
+def fill(boxes: wp.array(dtype=Box), a: floats): boxes[0].pos = a
+@wp.func
+def set_first(boxes: wp.array(dtype=Box), i: int): boxes[0].pos[i] = 1.0
+@wp.func
 def sine(h: Holder, i: int): return wp.sin(h.a[i])
 @wp.func
 def increment_copy(q: Vectors, i: int): v = q.a[i]; v[0] += 1.0; return v[0]
@@ -3796,6 +3800,8 @@ if hasattr(wp, "ref"):  # Warp >= 1.19
     def set_in_cpp(r: wp.ref[float]): ...
     @wp.func
     def set_field(r: wp.ref[Box], i: int): r.pos[i] = 1.0
+    @wp.func
+    def fill_by_reference(r: wp.ref[Box], a: floats): r.pos = a
 """  # fmt: skip
 WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x, y and out
     "writes to y": {
@@ -3810,6 +3816,10 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
         "field of a struct": "h = Holder()\nh.a = y\nadd(h.a, i, 1.0)",
         "field named like metadata": "q = Quantity()\nq.size = y\nq.size[i] = 1.0",
         "field of a struct in an array": "s = wp.zeros(shape=2, dtype=Holder)\ns[0] = Holder(y)\ns[0].a[i] = 1.0",
+        "struct in an array that a function fills":
+            "s = wp.zeros(shape=2, dtype=Box)\nfill(s, y)\ns[0].pos[i] = 1.0",
+        "functions that fill and use an array of structs":
+            "s = wp.zeros(shape=2, dtype=Box)\nfill(s, y)\nset_first(s, i)",
         "builtin with an output parameter": "wp.dense_solve(n=1, A=out, L=out, b=out, x=y)",
         "function": "store(y, i, 1.0)",
         "C++": "store_in_cpp(y, i)",
@@ -3823,7 +3833,8 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
     "writes to y by reference": {  # Warp >= 1.19
         "element": "set_ref(y[i])",
         "C++": "set_in_cpp(y[i])",
-        "struct": "b = Box(y, out)\nset_field(b, i)",
+        "field of a struct": "b = Box()\nb.pos = y\nset_field(b, i)",
+        "struct that a function fills": "b = Box()\nfill_by_reference(b, y)\nb.pos[i] = 1.0",
     },
     "writes to y or out": {
         "variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
@@ -3870,6 +3881,10 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
         "while loop": "k = int(0)\nwhile k < 2:\n    out[k] = y[k]\n    k += 1",
         "branch in a function": "choose(True, out, out)[i] = choose(i > 0, y, y)[i]",
     },
+    "stores to out by reference": {
+        "element": "set_ref(out[i])",
+        "struct that a function fills": "b = Box()\nfill_by_reference(b, y)\nout[i] = b.pos[i]",
+    },
     "never stores": {
         "shape": "n = out.shape[0]",
         "length": "if i > 9:\n    n = len(out)",
@@ -3895,8 +3910,11 @@ def warp_programs():
 def programs(*effects):
     """Parametrize a test by the programs that have one of these effects."""
     rows = [(effect, name) for effect in effects for name in WARP_PROGRAMS[effect]]
-    marks = {"writes to y by reference": pytest.mark.needs("warp 1.19")}
-    params = [pytest.param(*row, marks=marks.get(row[0], ()), id=": ".join(row)) for row in rows]
+    needs_references = pytest.mark.needs("warp 1.19")
+    params = [
+        pytest.param(*row, marks=needs_references if "by reference" in row[0] else (), id=": ".join(row))
+        for row in rows
+    ]
     return pytest.mark.parametrize("effect, name", params)
 
 
@@ -3935,7 +3953,7 @@ def test_warp_ambiguous_write_changes_a_copy_of_input(effect, name):
 
 
 @needs_warp
-@programs("updates out", "updates vectors", "stores to out")
+@programs("updates out", "updates vectors", "stores to out", "stores to out by reference")
 def test_warp_correct_kernel_matches_wp_launch(effect, name):
     """Outputs start from zeros, or from an in-out argument."""
     kernel, out = warp_programs()[effect, name], spec(3, 2) if effect == "updates vectors" else spec(3)

@@ -29,8 +29,7 @@ Not checked, and the user's responsibility:
 
 - indices, by default: an index out of bounds corrupts memory, as in C
 - stores to inputs by your own intrinsics, overloads and types, by C or C++ code that Numba kernels call, through raw
-  addresses, through structs in arrays that a helper of a Warp kernel fills, and by the Python code of a
-  `numba_cuda_callable`
+  addresses, and by the Python code of a `numba_cuda_callable`
 - stores to global device arrays
 - static parameters of your own types whose `__eq__` is true for different values: a call may use an earlier value
 - globals that another thread assigns during a compilation: the kernel may contain the old or the new value
@@ -49,7 +48,7 @@ work here.
 #     5  The primitive     one call of one target, its partitioning over a mesh, and `_Wrapper`
 #     6  The handler       the machine code that XLA calls, and the scheduler that runs the slices of a batch
 #     7  Numba on CPUs     the wrapper, and the emitter that calls the code that Numba compiled
-#     8  Source analysis   which arrays a kernel reads, and to which it stores
+#     8  Stores            the arrays that a kernel only reads, and those to which it may store
 #     9  Numba CUDA        the wrappers, launch configurations, and the emitter that launches a kernel
 #     10 Warp              the wrapper, its derivative, and the emitter that launches a kernel on CPUs and GPUs
 #     11 XLACustomKernel   one operation with many backends, for all transformations of JAX
@@ -3583,7 +3582,7 @@ class _CallbackEmitter(_Emitter):
 #     `_uses_threads`                the name of the function that starts threads
 #     `_check_no_object_mode`        the class of object mode
 #     `_numba_ir` (8.1)              the IR that `compiler.run_frontend` returns
-#     `_may_ignore_readonly` (8.1)   the functions that write to read-only arrays, and gufuncs
+#     `_may_bypass_readonly` (8.1)   the functions that write to read-only arrays, and gufuncs
 
 _NUMBA_INSTALL = "pip install numba"
 _NUMBA_DTYPES = frozenset(
@@ -4200,7 +4199,7 @@ class _NumbaCompiler:
     def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
         """Return a compiled function of all buffers that does not change inputs (8.1), or raise an error."""
         overload, readonly_error = self._compile_for_buffers(argument_map)
-        if not readonly_error and not _may_ignore_readonly(self.kernel):
+        if not readonly_error and not _may_bypass_readonly(self.kernel):
             return overload  # Numba rejects all stores to read-only arrays, and has found none
         maybe_written = argument_map.maybe_written_buffers(self.only_read_positions)  # as Numba's IR shows
         maybe_written -= _buffers_only_read_in_llvm(overload, self.signature)
@@ -4381,30 +4380,61 @@ class _NumbaKernel(_NumbaWrapper):
 
 
 # ======================================================================================================
-# 8. Source analysis: which arrays a kernel reads, and to which it stores.
+# 8. Stores: the arrays that a kernel only reads, and those to which it may store.
 #
-# For Numba kernels on CPUs and GPUs, this follows from LLVM's and Numba's IR (8.1), and for Warp kernels from their
-# source (8.2 to 8.4).
+# For Numba kernels on CPUs and GPUs, this follows from Numba's types, its IR and LLVM's IR (8.1), and for Warp kernels
+# from their source (8.2 to 8.4).
 
-# -- 8.1 Numba: which buffers a kernel only reads, as LLVM and Numba's IR show -------------------------
-# Inputs do not change, except by the undetected stores that `numba_kernel` lists.  An input is safe if:
+# -- 8.1 Numba: which buffers a kernel only reads ------------------------------------------------------
+# A kernel must not change its inputs (`numba_kernel` lists the stores that are not detected).  So an input is accepted
+# or copied, or there is an error (7.5 and 9.4).  For each input, the first row that is true counts:
 #
-# 1. The kernel compiles for read-only arrays, and references nothing for which Numba ignores that an array is read-only
-#    (`_may_ignore_readonly`).  Numba rejects all other stores, including those through views, tuples and helpers.  Or:
-# 2. LLVM or Numba's IR proves that the kernel does not write to this input.  LLVM infers the parameter attributes
-#    `readonly` (the function does not write through this pointer, or pointers derived from it) and `readnone`.  Plain
-#    loops and array expressions usually get them.  Kernels with tuples of arrays, BLAS, exceptions and parallel loops
-#    often do not.  Numba's IR shows that `np.dot` only reads its operands.  Or:
-# 3. The kernel gets a copy of this input.
+#                                                                                 on CPUs     on GPUs
+#     the whole kernel compiles for read-only arrays, and uses nothing that       accepted    accepted
+#     bypasses them (`_may_bypass_readonly`; on GPUs `_find_store_to_readonly`)
+#     Numba's IR proves that the kernel only reads this input                     accepted    accepted
+#     LLVM's IR proves that the kernel only reads this input                      accepted    (not used)
+#     the kernel does not compile for read-only arrays, because of a store        error       error
+#     otherwise: the kernel may write to this input                               copied      error
 #
-# GPUs have only Numba's IR as a proof, and an error instead of a copy.
+# With read-only arrays, Numba also rejects stores through views, tuples and helpers.  Numba's IR proves, for example,
+# that `np.dot` only reads its operands.  LLVM infers the parameter attributes `readonly` (the function does not write
+# through this pointer, or pointers derived from it) and `readnone`.  Plain loops and array expressions usually get
+# them.  Kernels with tuples of arrays, BLAS, exceptions and parallel loops often do not.
 #
-# An output is surely never stored to if Numba's IR shows that the kernel only reads it.  LLVM's attributes do not show
-# this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+# Numba's IR also finds outputs to which a kernel forgets to store: those that it only reads.  LLVM's attributes do not
+# show this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
+
+# The names of functions, attributes and modules for which Numba 0.63 to 0.68 ignores that an array is read-only.  They
+# write to it, or give writable views of it: `x.flat[0] = 1`, `np.nditer`, typed lists and dicts of arrays,
+# `np.nan_to_num(x, copy=False)`, `np.dot(a, b, out=x)`.  Any function or attribute with such a name counts.  At worst,
+# an input is copied without need.
+_READONLY_BYPASSES = frozenset(
+    "Dict List ascontiguousarray asfortranarray dict dot fill_diagonal flat nan_to_num nditer typed".split()
+)
+
+
+def _may_bypass_readonly(kernel: Any) -> bool:
+    """Return whether a kernel or a helper uses a function or container that may write to a read-only array.
+
+    This uses code and captured values, because kernels from Numba's cache have no inferred types of variables.
+    """
+    for function in _kernel_and_helpers(kernel):
+        code = _code_of(function)
+        values = [function, *(value for _, value in _captured_values(function))]
+        names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
+        # A gufunc stores to the arguments after its inputs.
+        calls_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
+        # In Numba, a dict display is a typed dict.
+        instructions = {x.opname for part in _code_and_nested(code) for x in dis.get_instructions(part)}
+        builds_dict = instructions & {"BUILD_MAP", "BUILD_CONST_KEY_MAP"}
+        if calls_gufunc or builds_dict or names & _READONLY_BYPASSES:
+            return True
+    return False
 
 
 def _buffers_only_read_in_llvm(overload: Any, signature: _Signature) -> set[int]:
-    """Return the buffers to which the machine code of a function of all buffers does not write, as LLVM proves."""
+    """Return the buffers to which an overload, a function of all buffers, does not write, as LLVM proves."""
     only_read = set()
     arguments = _optimized_llvm_function(overload).arguments
     _result_pointer, _exception_pointer = itertools.islice(arguments, 2)
@@ -4438,7 +4468,10 @@ def _llvm_module(overload: Any) -> Any:
 
 
 def _numba_ir(kernel: Any) -> Any:
-    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.  The simulator may still run it."""
+    """Return Numba's IR of a kernel or helper, or None if Numba cannot read it.
+
+    This is no error here: the compiler reports it, and the CUDA simulator can run kernels that Numba cannot compile.
+    """
     from numba.core import compiler
 
     with contextlib.suppress(Exception):
@@ -4454,27 +4487,23 @@ def _positions_only_read_in_numba_ir(kernel: Any, call_stack: tuple = ()) -> set
 
 
 def _names_only_read_in_numba_ir(kernel: Any, call_stack: tuple = ()) -> set[str]:
-    """Return the names of the parameters and globals that a kernel or helper only reads, as far as Numba's IR shows.
+    """Return the names of the parameters, globals and closure variables that a kernel or helper only reads.
 
-    If Numba cannot read the function, the set is empty: everything may be stored to.  The set is also empty if the
-    function always raises, so that the missing stores to its outputs are not an error.  `call_stack` contains the
-    functions whose analysis needs this one.
+    Globals and closure variables matter because CUDA kernels can store to device arrays in them
+    (`_maybe_written_device_arrays`).  If Numba cannot read the function, the set is empty: everything may be stored to.
+    The set is also empty if the function always raises.  Then it has no stores to its outputs, which is not a mistake.
+    `call_stack` contains the functions whose analysis needs this one.
     """
     from numba.core import ir as nbir
-    from numba.core import ssa
 
     numba_ir = _numba_ir(kernel)
-    blocks = ssa.reconstruct_ssa(numba_ir).blocks.values() if numba_ir else ()
+    blocks = numba_ir.blocks.values() if numba_ir else ()
     if not any(isinstance(block.terminator, nbir.Return) for block in blocks):
         return set()
-    uses = _VariableUses(kernel, numba_ir, call_stack)
-    for block in blocks:
-        for statement in block.body:
-            uses.add(statement)
-    return uses.only_read_names()
+    return _VariableUses(kernel, numba_ir, call_stack).only_read_names()
 
 
-# The attributes of arrays that give no access to elements, unlike `.T` and `.flat` (also for 8.3 and section 13).
+# The attributes of arrays that give no access to elements, unlike `.T` and `.flat` (also for 8.2 and section 13).
 _ARRAY_METADATA = frozenset("shape size ndim dtype strides itemsize nbytes".split())
 
 
@@ -4485,7 +4514,7 @@ class _VariableUses:
     rejected) without need.  On CPUs, `out[i] = x[i]` counts as a store to x, because `out` may be a list, and `x[i]`
     an array.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
 
-        v = getitem(value=x, index=$0)       # `v` may be a view of `x`
+        v = getitem(value=x, index=$0)       # `v` may be a view of `x`: `x` is a base of `v`
         v[$1] = $2                           # a store to `v`, and so to `x`
         n = getattr(value=x, attr=shape)     # only reads `x`
 
@@ -4493,31 +4522,38 @@ class _VariableUses:
     """
 
     def __init__(self, kernel: Any, numba_ir: Any, call_stack: tuple) -> None:
+        from numba.core import ssa
+
         self.numba_ir = numba_ir
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
-        self.names: dict[str, str] = {}  # {variable: the name of the parameter or global that it is}
+        self.names: dict[str, str] = {}  # {variable: the parameter, global or closure variable that it is}
         self.bases_of: dict[str, list] = collections.defaultdict(list)  # {variable: those that it may be a view of}
         self.maybe_stored: list = []  # the variables that may be stored to
+        for block in ssa.reconstruct_ssa(numba_ir).blocks.values():  # this changes `numba_ir` itself
+            for statement in block.body:
+                self._add(statement)
 
     def only_read_names(self) -> set[str]:
-        """Return the names of the parameters and globals without a store."""
-        written = set()
-        while self.maybe_stored:  # a store to a view is also a store to its bases
-            variable = self.maybe_stored.pop().name
-            written.add(self.names.get(variable))
-            self.maybe_stored += self.bases_of.pop(variable, [])  # `pop` ends cycles, which loops create
-        return set(self.names.values()) - written
+        """Return the names of the parameters, globals and closure variables without a store."""
+        stored = set()
+        pending = [*self.maybe_stored]
+        while pending:
+            variable = pending.pop().name
+            if variable not in stored:
+                stored.add(variable)
+                pending += self.bases_of[variable]  # a store to a view is also a store to its bases
+        return set(self.names.values()) - {self.names.get(variable) for variable in stored}
 
-    def add(self, statement: Any) -> None:
+    def _add(self, statement: Any) -> None:
         """Add the uses in a statement."""
         from numba.core import ir as nbir
 
-        value = statement
         used = statement.list_vars()
-        if isinstance(statement, nbir.Assign):
-            value = statement.value
+        is_assignment = isinstance(statement, nbir.Assign)
+        if is_assignment:
             used.remove(statement.target)
+        value = statement.value if is_assignment else statement
         match value:
             case nbir.Arg() | nbir.Global() | nbir.FreeVar():
                 self.names[statement.target.name] = value.name
@@ -4542,14 +4578,14 @@ class _VariableUses:
     def _add_call(self, result: str, call: Any) -> None:
         """Add the uses in a call, whose result is assigned to the variable `result`.
 
-            the call                        may store to                      the result may be a view of
+            the call                        counts as a store to              the result counts as a view of
             np.dot(x, y), x.dot(y)          other arguments, such as `out`    nothing
             x.view(dtype)                   its arguments, but not x          x
             helper(x, y)                    arguments that it may store to    arguments that it only reads
-            other calls: x.f(y), f(y)       x and y                           (does not matter)
+            other calls: x.f(y), f(y)       x and y                           nothing
 
-        If an argument counts as stored to, it does not matter whether the result is a view of it.  The other calls
-        include recursive calls of helpers.
+        The other calls include recursive calls of helpers.  Their results need no bases, because x and y count as
+        stored to already.
         """
         function, method = self._called_function(call.func)
         only_read: Container = ()  # the positions of arguments that are only read
@@ -4565,7 +4601,9 @@ class _VariableUses:
         else:
             self.maybe_stored.append(call.func)  # for the method `x.f`, this is a view of x
         self.maybe_stored += [x for position, x in enumerate(call.args) if position not in only_read]
-        self.maybe_stored += filter(None, [*dict(call.kws).values(), call.vararg])
+        self.maybe_stored += [x for _, x in call.kws]
+        if call.vararg:
+            self.maybe_stored.append(call.vararg)
 
     def _called_function(self, variable: Any) -> tuple[Any, str]:
         """Return (function, "") for a captured function, (None, "dot") for the method `x.dot`, or else (None, "").
@@ -4581,34 +4619,7 @@ class _VariableUses:
         return None, definition.attr if is_attribute else ""
 
 
-# Functions and containers for which Numba 0.63 to 0.68 ignores that an array is read-only.  They write to it, or give
-# writable views of it: `x.flat[0] = 1`, `np.nditer`, typed lists and dicts of arrays, `np.nan_to_num(x, copy=False)`,
-# `np.dot(a, b, out=x)`.
-_IGNORE_READONLY = frozenset(
-    "Dict List ascontiguousarray asfortranarray dict dot fill_diagonal flat nan_to_num nditer typed".split()
-)
-
-
-def _may_ignore_readonly(kernel: Any) -> bool:
-    """Return whether a kernel or a helper references a function or container that may write to a read-only array.
-
-    This uses code and captured values, because kernels from Numba's cache have no inferred types of variables.
-    """
-    for function in _kernel_and_helpers(kernel):
-        code = _code_of(function)
-        values = [function, *(value for _, value in _captured_values(function))]
-        names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
-        # A gufunc stores to the arguments after its inputs.
-        calls_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
-        # In Numba, a dict display is a typed dict.
-        instructions = {x.opname for part in _code_and_nested(code) for x in dis.get_instructions(part)}
-        builds_dict = instructions & {"BUILD_MAP", "BUILD_CONST_KEY_MAP"}
-        if calls_gufunc or builds_dict or names & _IGNORE_READONLY:
-            return True
-    return False
-
-
-# -- 8.2 Warp: kinds of stores, and the functions that a kernel calls ----------------------------------
+# -- 8.2 Warp: the views and stores of a kernel --------------------------------------------------------
 # Warp has no read-only arrays, and its own marks (`verify_autograd_array_access`) miss stores through structs and
 # tiles.  So an abstract interpretation of the kernel and of the functions that it calls finds the stores:
 #
@@ -4621,57 +4632,46 @@ def _may_ignore_readonly(kernel: Any) -> bool:
 #         a[0] = 1.0              # an ambiguous store to y or out
 #         cpp_function(z)         # a possible store to z
 #
-# A store is of one of three kinds.  The kind does not say whether the statement runs:
+# A store is of one of three kinds.  The kind does not say whether the statement runs, or whether the overload of a
+# helper that contains it is called:
 #
 #     kind         the statement or call                                     if its array may be an input
-#     possible     perhaps only reads: a call of C++ code, of an unknown     an error
-#                  function, or one that passes `x[i]` by reference
 #     exact        stores to the array of one parameter                      an error
+#     possible     perhaps only reads: a call of C++ code, a call of an      an error
+#                  unknown function, or a call that passes `x[i]` by
+#                  reference; the parameter may be one of several
 #     ambiguous    stores to the array of one of several parameters          the kernel gets a copy (`_inputs_to_copy`)
 #
 # Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a store does go
 # to the input, only the copy changes.  If a possible store does happen, it is probably meant for the input, so a copy
 # would lose values.
 #
-# The analysis is flow-insensitive: statements run in any order, and add to the views of variables until there are no
-# new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
-# `box.out[i]` is ambiguous.  It is too strict for `boxes[0] = box`, which counts as a store to the arrays in `box`.  It
-# does not find stores through an array of structs that a helper fills:
-#
-#     boxes = wp.zeros(shape=2, dtype=Box)
-#     fill(boxes, x)              # runs boxes[0].pos = x
-#     boxes[0].pos[i] = 1.0       # this store to x is not found, and neither is the same store in a helper
+# The analysis is flow-insensitive: it ignores the order of statements, and adds to the views in variables until there
+# are no new views (a fixpoint).  It does not distinguish the fields of a struct: with `box = Box(x, out)`, a store to
+# `box.out[i]` is ambiguous.  It is too strict for `boxes[0] = box`, which counts as a store to the arrays in `box`.
 
 _RETURNED = "return"  # the key of the returned value among variables.  `return` is a keyword, so none has this name
 
 
-class _Base(NamedTuple):
-    """An array of a parameter, of which a value, or a field of a struct, may be a view.
+class _View(NamedTuple):
+    """A possible view of the array of a parameter: a value may be this view, or a struct that contains it.
 
-    For example, if the parameter `x` is an array with two dimensions, the bases of these values are:
+    For example, if the parameter `x` is an array with two dimensions, the views in these values are:
 
-        x[i]                          {_Base("x", 1, False)}
+        x                             {_View("x", 2, False)}
+        x[i]                          {_View("x", 1, False)}
         x[i, j]                       none, because it is a number
         wp.zeros(...)                 none, because it is not the array of a parameter
-        box, after box.pos = x        {_Base("x", 2, True)}
-        boxes, after boxes[i] = box   {_Base("x", inf, True)}, so that `boxes[i]` still has all dimensions of `x`
-        boxes[i], boxes[i].pos        {_Base("x", inf, True)}
+        box, after box.pos = x        {_View("x", 2, True)}
+        boxes, after boxes[i] = box   {_View("x", inf, True)}, so that `boxes[i]` still has all dimensions of `x`
+        boxes[i], boxes[i].pos        {_View("x", inf, True)}
     """
 
-    parameter: str  # a parameter that is an array, or a struct with arrays
-    # An upper bound of the ndim of the view, or of the views in a struct.  It decides whether `v[i]` is a view, or an
-    # element.  It is infinite if it is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`,
-    # `t[0]` has all dimensions of `x`.
+    parameter: str  # an array, or a struct with arrays
+    # An upper bound of the ndim of the view.  It decides whether `v[i]` is a view, or an element.  It is infinite if it
+    # is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
     max_ndim: float
-    maybe_struct: bool  # whether the value may be a struct, or is read from one
-
-
-class _StoreKind(enum.IntEnum):
-    """The kinds of stores, in the order of the table above: first those that are errors for an input."""
-
-    POSSIBLE = 0
-    EXACT = 1
-    AMBIGUOUS = 2
+    maybe_struct: bool  # whether the value may be a struct, as is assumed of each value that is read from a struct
 
 
 class _Store(NamedTuple):
@@ -4680,21 +4680,346 @@ class _Store(NamedTuple):
     parameters: frozenset[str]  # it stores to the array of one of these parameters
     node: ast.AST  # the statement or call
     function: Any  # the kernel or helper that contains the node
-    is_possible: bool  # whether it perhaps only reads
+    is_possible: bool  # whether it is a possible store, which perhaps only reads
 
     @property
-    def kind(self) -> _StoreKind:
-        if self.is_possible:
-            return _StoreKind.POSSIBLE
-        return _StoreKind.AMBIGUOUS if len(self.parameters) > 1 else _StoreKind.EXACT
+    def is_ambiguous(self) -> bool:
+        return len(self.parameters) > 1 and not self.is_possible
 
 
 def _union(sets: Iterable[set]) -> set:
     return set().union(*sets)
 
 
-def _replace_all(bases: Iterable[_Base], **fields: Any) -> set[_Base]:
-    return {base._replace(**fields) for base in bases}
+def _replace_all(views: Iterable[_View], **fields: Any) -> set[_View]:
+    return {view._replace(**fields) for view in views}
+
+
+class _KernelAnalysis:
+    """The stores of a Warp kernel to the arrays of its parameters, found by analyses of the kernel and its helpers."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel and its helpers
+        pending = collections.deque([kernel])
+        while pending:
+            function = pending.popleft()
+            if function not in self.analyses:
+                self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
+                for callee in analysis.callees.values():
+                    pending.extend(filter(_is_user_function, _overloads(callee)))
+        self._repeat_until_stable(_FunctionAnalysis.find_views)
+        # Afterwards: with incomplete views, an ambiguous store would be taken for an exact one.
+        self._repeat_until_stable(_FunctionAnalysis.find_stores)
+        # {parameter of the kernel: a store to its array}.  Stores that are errors for inputs precede ambiguous ones.
+        self.stores: dict[str, _Store] = {}
+        for store in sorted(self.analyses[kernel].stores, key=lambda store: store.is_ambiguous):
+            for parameter in store.parameters:
+                self.stores.setdefault(parameter, store)
+
+    def _repeat_until_stable(self, find: Callable[[_FunctionAnalysis], int]) -> None:
+        """Repeat a search in all functions until the number of its results does not grow any more."""
+        n_before, n_found = -1, 0
+        while n_before != n_found:
+            n_before, n_found = n_found, sum(map(find, self.analyses.values()))
+
+
+class _FunctionAnalysis:
+    """The views in the variables of one Warp function, and its stores, in terms of its parameters.
+
+    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
+
+    Warp <= 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
+    `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is a number.
+    If a later version accepts more, `find_views` and `find_stores` need more cases.
+    """
+
+    def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
+        self.function = function
+        self.analyses = analyses  # of `_KernelAnalysis`, which adds others later
+        self.captured = _referenced_variables(_py_func(function))  # including builtins of Python
+        self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
+        # {call: the called function, builtin, struct or other value}
+        self.callees = {node: _callee(node.func, self.captured) for node in self.nodes if isinstance(node, ast.Call)}
+        self.views: dict[str, set[_View]] = collections.defaultdict(set)  # in each variable, and in `_RETURNED`
+        self.stores: list[_Store] = []
+        for name, warp_type in _parameter_types(function).items():
+            if max_ndim := _max_ndim(warp_type):
+                # If it is not an array, it is a struct, `Any` or a reference.
+                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_array_type(warp_type))}
+
+    # -- views --
+
+    def find_views(self) -> int:
+        """Add the views in each variable, and in the returned value.  Return the number of views so far."""
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
+                    for variable, value in zip(variables, values):
+                        self._assign(variable, self._views_in(value))
+                case ast.Assign(targets=[target], value=value):
+                    self._assign(target, self._views_in(value))
+                case ast.Return(value=ast.expr() as value):
+                    self.views[_RETURNED] |= self._views_in(value)
+                case ast.Call():
+                    for callee in filter(_is_user_function, _overloads(self.callees[node])):
+                        self._assign_to_arguments(node, callee)
+        return sum(map(len, self.views.values()))
+
+    def _assign(self, target: ast.expr, views: set[_View]) -> None:
+        """Add views to the variables of a target."""
+        match target:
+            case ast.Name(id=name):
+                self.views[name] |= views
+            case ast.Tuple(elts=variables):
+                for variable in variables:
+                    self._assign(variable, views)
+            case ast.Attribute(value=struct):
+                self._assign(struct, _replace_all(views, maybe_struct=True))
+            case ast.Subscript(value=array):
+                # Only elements that are structs contain views.  `array[k]` must keep all dimensions of these views.
+                self._assign(array, _replace_all((view for view in views if view.maybe_struct), max_ndim=math.inf))
+
+    def _views_in(self, expression: ast.expr) -> set[_View]:
+        """Return the views that the value of an expression may be, or contain."""
+        match expression:
+            case ast.Name(id=name):
+                return self.views[name]
+            case ast.Subscript(value=owner, slice=index):
+                indices = index.elts if isinstance(index, ast.Tuple) else [index]
+                n_removed = sum(map(self._removes_dimension, indices))
+                parts = (view._replace(max_ndim=view.max_ndim - n_removed) for view in self._views_in(owner))
+                # Without dimensions, it is an element instead of a view: a number, vector or matrix, or a struct, which
+                # contains no arrays, because JAX cannot pass arrays of structs with arrays.
+                return {view for view in parts if view.max_ndim > 0}
+            case ast.Attribute(value=owner, attr=name):  # `x.size` is a number, but a struct may have an array `size`
+                return {view for view in self._views_in(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
+            case ast.Tuple(elts=values):
+                return _replace_all(self._views_in_any(values), max_ndim=math.inf)
+            case ast.IfExp(body=first, orelse=second):
+                return self._views_in_any([first, second])
+            case ast.Call():
+                callees = _overloads(self.callees[expression])
+                return _union(self._views_in_result(expression, callee) for callee in callees)
+        return set()  # other expressions have no arrays
+
+    def _views_in_any(self, expressions: Iterable[ast.expr]) -> set[_View]:
+        """Return the views in the values of several expressions."""
+        return _union(map(self._views_in, expressions))
+
+    def _removes_dimension(self, index: ast.expr) -> bool:
+        """Return whether an index selects one element of a dimension, unlike a slice."""
+        if isinstance(index, ast.Slice):
+            return False
+        # If the function references Python's `slice`, as in `s = slice(0, 2)`, any variable may be a slice.
+        return isinstance(index, ast.Constant) or "slice" not in self.captured
+
+    def _views_in_result(self, node: ast.Call, callee: Any) -> set[_View]:
+        """Return the views in the result of a call."""
+        if _is_user_function(callee):
+            return self._views_from(node, callee, _RETURNED)
+        views = self._views_in_any(_arguments(node))
+        match _effect(callee):
+            case _Effect.RETURNS_ARGUMENT:  # perhaps in a struct
+                return _replace_all(views, maybe_struct=True)
+            case _Effect.RETURNS_VIEW:
+                return _replace_all(views, max_ndim=math.inf)
+        return set()
+
+    def _assign_to_arguments(self, node: ast.Call, callee: Any) -> None:
+        """Add the views that a user's function assigns to parts of its arguments, as in `boxes[0].pos = x`."""
+        for parameter, warp_type in _parameter_types(callee).items():
+            # Other arguments are passed by value, so assignments change only the variables of the function.
+            if _is_reference(warp_type) or _is_warp_struct(getattr(warp_type, "dtype", None)):
+                views = self._views_from(node, callee, parameter)
+                for argument in _arguments_for(node, callee, parameter):
+                    self._assign(argument, views)
+
+    def _views_from(self, node: ast.Call, callee: Any, variable: str) -> set[_View]:
+        """Return the views in a variable of the called function, in terms of the parameters of this function."""
+        # The ndim comes from the declared types of the called function.  That of an argument may be unknown.
+        return {
+            _View(view.parameter, inner.max_ndim, inner.maybe_struct or view.maybe_struct)
+            for inner in self.analyses[callee].views[variable]
+            for view in self._views_in_argument(node, callee, inner.parameter)
+        }
+
+    def _views_in_argument(self, node: ast.Call, callee: Any, parameter: str) -> set[_View]:
+        """Return the views in the argument for a parameter of a user's function."""
+        arguments = _arguments_for(node, callee, parameter)
+        views = self._views_in_any(arguments)
+        if _is_reference(_parameter_types(callee)[parameter]):  # a store to a reference to `x[i]` stores to `x`
+            views |= _union(map(self._views_stored_to, arguments))
+        return views
+
+    # -- stores --
+
+    def find_stores(self) -> int:
+        """Add the stores to the arrays of the parameters.  Return the number of stores so far."""
+        for node in self.nodes:
+            match node:
+                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+                    self._add_store(self._views_stored_to(target), node)
+                case ast.Call():
+                    for callee in _overloads(self.callees[node]):
+                        self._add_stores_of_call(node, callee)
+        return len(self.stores)
+
+    def _views_stored_to(self, target: ast.expr) -> set[_View]:
+        """Return the views to which an assignment to a target may store, to one of them.
+
+        x[i] = 1.0, x[i].y = 1.0    the views in `x`
+        x[i][0] = 1.0               the views in `x`, because `x[i]` may be a vector, and in `x[i]`, if it is a row
+        v = 1.0, box.n = 1.0        none, because variables are not in arrays
+        """
+        match target:
+            case ast.Subscript(value=owner):
+                return self._views_in(owner) | self._views_stored_to(owner)
+            case ast.Attribute(value=owner):
+                return self._views_stored_to(owner)
+        return set()
+
+    def _add_stores_of_call(self, node: ast.Call, callee: Any) -> None:
+        """Add the stores of the called function to the arguments of a call."""
+        if _is_user_function(callee):
+            for parameter in _parameter_types(callee):
+                self._add_store(self._views_possibly_stored_to(node, callee, parameter), node, is_possible=True)
+            for store in list(self.analyses[callee].stores):  # a copy, because the callee may be this function
+                views = _union(self._views_in_argument(node, callee, name) for name in store.parameters)
+                self._add_store(views, store.node, store.function, store.is_possible)
+            return
+        effect = _effect(callee)
+        if effect is _Effect.STORES:
+            # With keywords only, any of them may be the first parameter.
+            self._add_store(self._views_in_any(node.args[:1] or _arguments(node)), node)
+        elif effect is _Effect.UNKNOWN:
+            self._add_store(self._views_in_any(_arguments(node)), node, is_possible=True)
+
+    def _views_possibly_stored_to(self, node: ast.Call, callee: Any, parameter: str) -> set[_View]:
+        """Return the views to which a user's function may store, without an assignment that shows it."""
+        if getattr(callee, "native_snippet", None):  # C++ code
+            return self._views_in_argument(node, callee, parameter)
+        if _is_reference(_parameter_types(callee)[parameter]):  # `p = 1.0` looks like an assignment to a local variable
+            return _union(map(self._views_stored_to, _arguments_for(node, callee, parameter)))
+        return set()
+
+    def _add_store(self, views: set[_View], node: ast.AST, function: Any = None, is_possible: bool = False) -> None:
+        """Add a store to one of these views, by a node of this function or of another one."""
+        parameters = frozenset(view.parameter for view in views)
+        store = _Store(parameters, node, function or self.function, is_possible)
+        if parameters and store not in self.stores:
+            self.stores.append(store)
+
+
+# -- 8.3 Warp: errors about stores ---------------------------------------------------------------------
+
+
+def _check_stores(
+    wrapper: _Wrapper, call: _CallParams, analysis: _KernelAnalysis, buffer_of: Mapping[str, int]
+) -> None:
+    """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
+
+    Outputs are not checked if the user set `zero_outputs`, to True or False.  The kernel then need not store to them.
+
+    `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
+    scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
+
+        {"x": 0, "v": 2, "y": 3}       # v has the index of its output
+        {"x": 4, "v": 2, "y": 3}       # if the kernel has ambiguous stores to x: the index of a copy of x
+    """
+    protected_inputs = call.signature(wrapper.__name__).unaliased_inputs
+    for name, store in analysis.stores.items():
+        if buffer_of.get(name) not in protected_inputs:  # an output, scratch, an aliased input, a copy, or no array
+            continue
+        place = f"(`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
+        if not store.is_possible:
+            raise _read_only_input_error(f"{wrapper.title} writes to input {name!r} {place}.", [name])
+        raise _read_only_input_error(
+            f"{wrapper.title} may write to input {name!r} {place}.",
+            [name],
+            f" If this statement only reads {name!r}, list {name!r} in in_out_argnames nevertheless, add its spec to "
+            "outs (in-out arguments come first), and ignore the additional result.",
+        )
+    if wrapper.options.checks_outputs:
+        stored = {buffer for name, buffer in buffer_of.items() if name in analysis.stores}
+        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")  # Write `out[i] = ...`.
+
+
+# -- 8.4 Warp: lookups for 8.2, of types, called functions and arguments -------------------------------
+# Sections 10 and 13 use some of them, too.  Warp is an optional package.  It is loaded, because there is a kernel.
+
+
+def _parameter_types(function: Any) -> dict[str, Any]:
+    return {parameter.label: parameter.type for parameter in function.adj.args}
+
+
+def _is_array_type(warp_type: Any) -> bool:
+    """Return whether the type of a parameter is an array: `wp.array`, or another class such as `wp.indexedarray`."""
+    return hasattr(warp_type, "ndim")
+
+
+def _is_reference(warp_type: Any) -> bool:
+    """Return whether a parameter takes a variable or an element, such as `x[i]`, by reference (Warp >= 1.19)."""
+    return type(warp_type).__name__ == "Reference"
+
+
+def _is_warp_struct(value: Any) -> bool:
+    """Return whether a value is what `@wp.struct` returns: the type of a parameter, and a constructor."""
+    return isinstance(value, sys.modules["warp._src.codegen"].Struct)
+
+
+def _max_ndim(warp_type: Any) -> float:
+    """Return the largest ndim of the arrays in a value of this type, 0 without arrays, or infinity if it is unknown."""
+    if _is_warp_struct(warp_type):
+        return max((_max_ndim(field.type) for field in warp_type.vars.values()), default=0)
+    if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
+        return 0
+    return getattr(warp_type, "ndim", math.inf)
+
+
+def _is_warp_function(value: Any) -> bool:
+    return isinstance(value, sys.modules["warp._src.context"].Function)
+
+
+def _is_user_function(value: Any) -> bool:
+    return _is_warp_function(value) and not value.is_builtin()
+
+
+def _builtin_name(value: Any) -> str:
+    """Return the name of a builtin of Warp, or an empty string for other objects."""
+    return value.key if _is_warp_function(value) and value.is_builtin() else ""
+
+
+def _callee(node: ast.expr, captured: Mapping[str, Any]) -> Any:
+    """Return the value to which the expression before the parentheses of a call refers, or None.
+
+    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.  So
+    `wp.array` is the builtin of this name, not the captured class.  Builtins are found by the last name only: any
+    `module.array` is this builtin.
+    """
+    value = _captured_value(node, captured)
+    if _is_warp_function(value) or _is_warp_struct(value):
+        return value
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return sys.modules["warp._src.context"].builtin_functions.get(name, value)
+
+
+def _captured_value(node: ast.expr, captured: Mapping[str, Any]) -> Any:
+    """Return the value of a name such as `wp.tid`, or None."""
+    if hasattr(node, "warp_func"):  # Warp has replaced `wp.static(function)` by this node
+        return node.warp_func
+    match node:
+        case ast.Name(id=name):
+            return captured.get(name)
+        case ast.Attribute(value=owner, attr=name):
+            return getattr(_captured_value(owner, captured), name, None)
+    return None
+
+
+def _overloads(callee: Any) -> list:
+    """Return all overloads of a user's Warp function, because any may be called.  For another object, return [it]."""
+    if not _is_user_function(callee):
+        return [callee]
+    return [callee, *callee.user_overloads.values(), *callee.user_templates.values()]
 
 
 class _Effect(enum.Enum):
@@ -4721,366 +5046,31 @@ _EFFECTS = {name: effect for effect, names in _BUILTINS.items() for name in name
 
 
 def _effect(callee: Any) -> _Effect:
-    """Return the effect of a call of a builtin, struct or other value.  User's functions have a `_FunctionAnalysis`."""
+    """Return the effect of a call of a builtin, struct or other value that is not a user's function."""
     if isinstance(callee, type):  # a type of numbers, vectors or matrices, which takes numbers
         return _Effect.READS
     if _is_warp_struct(callee):  # its constructor
         return _Effect.RETURNS_ARGUMENT
     if not _is_warp_function(callee):  # for example, a function that is an argument
         return _Effect.UNKNOWN
-    warp_types = [warp_type for overload in (callee, *callee.overloads) for warp_type in overload.input_types.values()]
+    overloads = [callee, *callee.overloads]
+    warp_types = itertools.chain(*(overload.input_types.values() for overload in overloads))
     takes_arrays = any(warp_type is Any or _is_array_type(warp_type) for warp_type in warp_types)
     return _EFFECTS.get(callee.key, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
 
 
-def _loaded_module(name: str) -> Any:
-    """Return a module of Warp, which is an optional package.  It is loaded, because there is a kernel."""
-    return sys.modules[name]
+def _arguments(node: ast.Call) -> list[ast.expr]:
+    return [*node.args, *(keyword.value for keyword in node.keywords)]
 
 
-def _is_array_type(warp_type: Any) -> bool:
-    """Return whether the type of a parameter is an array: `wp.array`, or another class such as `wp.indexedarray`."""
-    return hasattr(warp_type, "ndim")
-
-
-def _is_warp_function(value: Any) -> bool:
-    return isinstance(value, _loaded_module("warp._src.context").Function)
-
-
-def _is_user_function(value: Any) -> bool:
-    return _is_warp_function(value) and not value.is_builtin()
-
-
-def _builtin_name(value: Any) -> str:
-    """Return the name of a builtin of Warp, or an empty string for other objects."""
-    return value.key if _is_warp_function(value) and value.is_builtin() else ""
-
-
-def _is_warp_struct(value: Any) -> bool:
-    return isinstance(value, _loaded_module("warp._src.codegen").Struct)  # the class of what `@wp.struct` returns
-
-
-def _callee(node: ast.expr, captured: Mapping[str, Any]) -> Any:
-    """Return the value to which the expression before the parentheses of a call refers, or None.
-
-    As in Warp, captured functions and structs of Warp come before builtins, and other captured values come last.  So
-    `wp.array` is the builtin of this name, not the captured class.  Of `wp.array`, only the last name counts.
-    """
-    value = _captured_value(node, captured)
-    if _is_warp_function(value) or _is_warp_struct(value):
-        return value
-    name = getattr(node, "attr", getattr(node, "id", ""))
-    return _loaded_module("warp._src.context").builtin_functions.get(name, value)
-
-
-def _captured_value(node: ast.expr, captured: Mapping[str, Any]) -> Any:
-    """Return the value of a name such as `wp.tid`, or None."""
-    if hasattr(node, "warp_func"):  # Warp has replaced `wp.static(function)` by this node
-        return node.warp_func
-    match node:
-        case ast.Name(id=name):
-            return captured.get(name)
-        case ast.Attribute(value=owner, attr=name):
-            return getattr(_captured_value(owner, captured), name, None)
-    return None
-
-
-def _overloads(function: Any) -> list:
-    """Return all overloads of a user's Warp function, because any may be called.  For another object, return [it]."""
-    if not _is_user_function(function):
-        return [function]
-    return [function, *function.user_overloads.values(), *function.user_templates.values()]
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def _arguments_for(call: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
+def _arguments_for(node: ast.Call, function: Any, parameter: str) -> list[ast.expr]:
     """Return the arguments that a parameter of a user's function may get.  Empty if the parameter uses its default."""
-    # After a starred argument, the positions are unknown, so the parameter may get any argument.  (`_bases_of` finds no
-    # views in the starred one.  That is right, because Warp <= 1.19 rejects `*` of a tuple of arrays.)
-    if any(isinstance(argument, ast.Starred) for argument in call.args):
-        return _arguments(call)
-    arguments = dict(zip(_parameter_types(function), call.args)) | {kw.arg: kw.value for kw in call.keywords}
+    # After a starred argument, the positions are unknown, so the parameter may get any argument.  (`_views_in` finds
+    # nothing in the starred one.  That is right, because Warp <= 1.19 rejects `*` of a tuple of arrays.)
+    if any(isinstance(argument, ast.Starred) for argument in node.args):
+        return _arguments(node)
+    arguments = dict(zip(_parameter_types(function), node.args)) | {kw.arg: kw.value for kw in node.keywords}
     return [arguments[parameter]] if parameter in arguments else []
-
-
-def _parameter_types(function: Any) -> dict[str, Any]:
-    return {parameter.label: parameter.type for parameter in function.adj.args}
-
-
-def _is_reference(warp_type: Any) -> bool:
-    """Return whether a parameter takes a variable or an element, such as `x[i]`, by reference (Warp >= 1.19)."""
-    return type(warp_type).__name__ == "Reference"
-
-
-def _max_ndim(warp_type: Any) -> float:
-    """Return the largest ndim of the arrays in a value of this type, 0 without arrays, or infinity if it is unknown."""
-    if _is_warp_struct(warp_type):
-        return max((_max_ndim(field.type) for field in warp_type.vars.values()), default=0)
-    if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
-        return 0
-    return getattr(warp_type, "ndim", math.inf)
-
-
-# -- 8.3 Warp: views and stores ------------------------------------------------------------------------
-
-
-class _WarpSource:
-    """The stores to the arrays of a Warp kernel, and facts for section 10 about the source of it and its helpers."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.analyses: dict[Any, _FunctionAnalysis] = {}  # of the kernel and its helpers
-        self.calls: list[tuple[ast.Call, Any]] = []  # each call, and the called function
-        pending = [kernel]
-        for function in pending:  # the list grows in this loop
-            if function not in self.analyses:
-                self.analyses[function] = analysis = _FunctionAnalysis(function, self.analyses)
-                self.calls += analysis.callees.items()
-                pending += filter(_is_user_function, itertools.chain(*map(_overloads, analysis.callees.values())))
-        self._repeat_until_stable(_FunctionAnalysis.find_bases)
-        # Afterwards: with incomplete bases, an ambiguous store would be taken for an exact one.
-        self._repeat_until_stable(_FunctionAnalysis.find_stores)
-        # {parameter of the kernel: a store to its array}.  A store that is an error for an input precedes others.
-        self.stores: dict[str, _Store] = {}
-        for store in sorted(self.analyses[kernel].stores, key=lambda store: store.kind):
-            for parameter in store.parameters:
-                self.stores.setdefault(parameter, store)
-
-    def _repeat_until_stable(self, find: Callable[[_FunctionAnalysis], int]) -> None:
-        """Repeat a search in all functions until the number of its results does not grow any more."""
-        n_before, n_found = -1, 0
-        while n_before != n_found:
-            n_before, n_found = n_found, sum(map(find, self.analyses.values()))
-
-    # -- facts for section 10 --
-
-    @functools.cached_property
-    def n_indices(self) -> int:
-        """The largest number of indices that one `wp.tid()` returns.  Without `wp.tid()`, 0."""
-        n_targets = {}  # for `i, j = wp.tid()`: {the call: 2}
-        for analysis in self.analyses.values():
-            for node in analysis.nodes:
-                match node:
-                    case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
-                        n_targets[value] = len(targets)
-        return max([0, *(n_targets.get(call, 1) for call, callee in self.calls if _builtin_name(callee) == "tid")])
-
-    @functools.cached_property
-    def uses_tiles(self) -> bool:
-        """Whether the kernel or a helper calls builtins for tiles."""
-        return any(_builtin_name(callee).startswith(("tile", "untile")) for _, callee in self.calls)
-
-    @functools.cached_property
-    def has_unanalyzed_code(self) -> bool:
-        """Whether there is C++ code, a user-defined adjoint, or a call of a function that is an argument."""
-        unanalyzed = ("native_snippet", "custom_grad_func", "custom_replay_func")
-        if any(getattr(function, name, None) for function in self.analyses for name in unanalyzed):
-            return True
-        # In Warp >= 1.19, a parameter `f` may be a function, which the kernel calls as `f(x)`.
-        return any(callee is None and isinstance(call.func, ast.Name) for call, callee in self.calls)
-
-
-class _FunctionAnalysis:
-    """The bases of variables, and the stores, of one Warp function, in terms of its parameters.
-
-    For example, `tail(a)` returns `a[1:]`, a view of `a`.  So in the analysis of a caller, `tail(x)` is a view of `x`.
-
-    Warp <= 1.19 accepts only assignments to a variable, a field, an element, or a tuple of variables, as in
-    `a, b = x, y` and `a, b = f(x)`.  It rejects `a = b = x`, `a: T = x` and `:=`.  The variable of a loop is a number.
-    """
-
-    def __init__(self, function: Any, analyses: Mapping[Any, _FunctionAnalysis]) -> None:
-        self.function = function
-        self.analyses = analyses  # of `_WarpSource`, which adds others later
-        self.captured = _referenced_variables(_py_func(function))  # including builtins of Python
-        self.nodes = [node for statement in function.adj.tree.body[0].body for node in ast.walk(statement)]
-        self.callees = {call: _callee(call.func, self.captured) for call in self.nodes if isinstance(call, ast.Call)}
-        self.bases: dict[str, set[_Base]] = collections.defaultdict(set)  # of each variable, and of `_RETURNED`
-        self.stores: list[_Store] = []
-        # Each call of this function is a possible store to these parameters.  They are:
-        # - all parameters with arrays of a C++ function, which the analysis cannot read
-        # - references, because a store to the reference `p`, `p = 1.0`, looks like an assignment to a local variable
-        self.maybe_stored: list[str] = []
-        is_cpp = bool(getattr(function, "native_snippet", None))
-        for name, warp_type in _parameter_types(function).items():
-            if max_ndim := _max_ndim(warp_type):
-                # If it is not an array, it is a struct, `Any` or a reference.
-                self.bases[name] = {_Base(name, max_ndim, maybe_struct=not _is_array_type(warp_type))}
-                if is_cpp or _is_reference(warp_type):
-                    self.maybe_stored.append(name)
-
-    # -- bases --
-
-    def find_bases(self) -> int:
-        """Add the bases of each variable, and of the returned value.  Return the number of bases so far."""
-        for node in self.nodes:
-            match node:
-                case ast.Assign(targets=[ast.Tuple(elts=variables)], value=ast.Tuple(elts=values)):
-                    for variable, value in zip(variables, values):
-                        self._assign(variable, self._bases_of(value))
-                case ast.Assign(targets=[target], value=value):
-                    self._assign(target, self._bases_of(value))
-                case ast.Return(value=ast.expr() as value):
-                    self.bases[_RETURNED] |= self._bases_of(value)
-        return sum(map(len, self.bases.values()))
-
-    def _assign(self, target: ast.expr, bases: set[_Base]) -> None:
-        """Add bases to the variables of a target."""
-        match target:
-            case ast.Name(id=name):
-                self.bases[name] |= bases
-            case ast.Tuple(elts=variables):
-                for variable in variables:
-                    self._assign(variable, bases)
-            case ast.Attribute(value=struct):
-                self._assign(struct, _replace_all(bases, maybe_struct=True))
-            case ast.Subscript(value=array):
-                # Only elements that are structs have bases.  `array[k]` must keep all dimensions of the arrays in them.
-                self._assign(array, _replace_all((base for base in bases if base.maybe_struct), max_ndim=math.inf))
-
-    def _bases_of(self, node: ast.expr) -> set[_Base]:
-        """Return the arrays of which the value of an expression may be a view."""
-        match node:
-            case ast.Name(id=name):
-                return self.bases[name]
-            case ast.Subscript(value=owner, slice=index):
-                indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                n_lost = sum(map(self._removes_dimension, indices))
-                # A view without dimensions is an element: a number, vector, matrix or struct.
-                bases = self._bases_of(owner)
-                return {base._replace(max_ndim=base.max_ndim - n_lost) for base in bases if base.max_ndim > n_lost}
-            case ast.Attribute(value=owner, attr=name):  # `x.size` is a number, but a struct may have an array `size`
-                return {base for base in self._bases_of(owner) if base.maybe_struct or name not in _ARRAY_METADATA}
-            case ast.Tuple(elts=parts):
-                return _replace_all(self._bases_of_any(parts), max_ndim=math.inf)
-            case ast.IfExp(body=first, orelse=second):
-                return self._bases_of_any([first, second])
-            case ast.Call():
-                return _union(self._bases_of_result(node, callee) for callee in _overloads(self.callees[node]))
-        return set()  # other expressions have no arrays
-
-    def _bases_of_any(self, nodes: Iterable[ast.expr]) -> set[_Base]:
-        """Return the arrays of which one of several values may be a view."""
-        return _union(map(self._bases_of, nodes))
-
-    def _removes_dimension(self, index: ast.expr) -> bool:
-        """Return whether an index selects one element of a dimension, unlike a slice."""
-        if isinstance(index, ast.Slice):
-            return False
-        # If the function references Python's `slice`, as in `s = slice(0, 2)`, any variable may be a slice.
-        return isinstance(index, ast.Constant) or "slice" not in self.captured
-
-    def _bases_of_result(self, call: ast.Call, callee: Any) -> set[_Base]:
-        """Return the arrays of which the result of a call may be a view."""
-        if _is_user_function(callee):
-            # The ndim comes from the declared types of the called function.  That of an argument may be unknown.
-            return {
-                _Base(base.parameter, returned.max_ndim, returned.maybe_struct or base.maybe_struct)
-                for returned in self.analyses[callee].bases[_RETURNED]
-                for base in self._bases_of_argument(call, callee, returned.parameter)
-            }
-        bases = self._bases_of_any(_arguments(call))
-        match _effect(callee):
-            case _Effect.RETURNS_ARGUMENT:  # perhaps in a struct
-                return _replace_all(bases, maybe_struct=True)
-            case _Effect.RETURNS_VIEW:
-                return _replace_all(bases, max_ndim=math.inf)
-        return set()
-
-    def _bases_of_argument(self, call: ast.Call, callee: Any, parameter: str) -> set[_Base]:
-        """Return the arrays into which an argument of a call may refer, as a view or by a reference to an element."""
-        arguments = _arguments_for(call, callee, parameter)
-        bases = self._bases_of_any(arguments)
-        if _is_reference(_parameter_types(callee)[parameter]):  # a reference to `x[i]` refers into `x`
-            bases |= _union(map(self._arrays_containing, arguments))
-        return bases
-
-    # -- stores --
-
-    def find_stores(self) -> int:
-        """Add the stores to the arrays of the parameters.  Return the number of stores so far."""
-        for node in self.nodes:
-            match node:
-                case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
-                    self._add_store(self._arrays_containing(target), node)
-                case ast.Call():
-                    for callee in _overloads(self.callees[node]):
-                        self._find_stores_of_call(node, callee)
-        return len(self.stores)
-
-    def _arrays_containing(self, target: ast.expr) -> set[_Base]:
-        """Return the arrays in which a target may lie, so that an assignment to it stores to one of them.
-
-        An element `x[i]`, and its parts `x[i][0]` and `x[i].y`, lie in `x`.  A variable and its fields lie in no array.
-        In `x[i][0]`, `x[i]` may be a view of `x`, or a vector in `x`.  So its bases and the arrays around it count.
-        """
-        match target:
-            case ast.Subscript(value=owner):
-                return self._bases_of(owner) | self._arrays_containing(owner)
-            case ast.Attribute(value=owner):
-                return self._arrays_containing(owner)
-        return set()
-
-    def _find_stores_of_call(self, call: ast.Call, callee: Any) -> None:
-        """Add the stores of the called function to the arguments of a call."""
-        if _is_user_function(callee):
-            analysis = self.analyses[callee]
-            for parameter in analysis.maybe_stored:
-                self._add_store(self._bases_of_argument(call, callee, parameter), call, is_possible=True)
-            for store in list(analysis.stores):  # a copy, because the callee may be this function
-                bases = _union(self._bases_of_argument(call, callee, name) for name in store.parameters)
-                self._add_store(bases, store.node, store.function, store.is_possible)
-            return
-        effect = _effect(callee)
-        if effect is _Effect.STORES:
-            # With keywords only, any of them may be the first parameter.
-            self._add_store(self._bases_of_any(call.args[:1] or _arguments(call)), call)
-        elif effect is _Effect.UNKNOWN:
-            self._add_store(self._bases_of_any(_arguments(call)), call, is_possible=True)
-
-    def _add_store(
-        self, bases: Iterable[_Base], node: ast.AST, function: Any = None, is_possible: bool = False
-    ) -> None:
-        """Add a store to one of these arrays, by a node of this function or of another one."""
-        parameters = frozenset(base.parameter for base in bases)
-        store = _Store(parameters, node, function or self.function, is_possible)
-        if parameters and store not in self.stores:
-            self.stores.append(store)
-
-
-# -- 8.4 Warp: checks of stores ------------------------------------------------------------------------
-
-
-def _check_stores(wrapper: _Wrapper, call: _CallParams, source: _WarpSource, buffer_of: Mapping[str, int]) -> None:
-    """Raise an error if a Warp kernel stores to an input, or never stores to an output or in-out argument.
-
-    Outputs are not checked if the user set `zero_outputs`, to True or False.  The kernel then need not store to them.
-
-    `buffer_of` is {array parameter: the index of its buffer}.  Inputs have the first indices, followed by outputs and
-    scratch.  For example, with inputs x and v, in_out_argnames=["v"], and outs=(v, y):
-
-        {"x": 0, "v": 2, "y": 3}       # v has the index of its output
-        {"x": 4, "v": 2, "y": 3}       # if the kernel has ambiguous stores to x: the index of a copy of x
-    """
-    # With input_output_aliases={0: 0}, the memory of input 0 is that of an output, so the kernel may store to it.
-    read_only = set(range(len(call.ins))) - {i for i, _ in call.aliases}
-    for name, store in source.stores.items():
-        if buffer_of.get(name) not in read_only:  # an output, scratch, a copy, an aliased input, or no array
-            continue
-        shown_store = f"(`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
-        if store.kind is _StoreKind.EXACT:  # otherwise it is possible: ambiguous stores go to copies
-            raise _read_only_input_error(f"{wrapper.title} writes to input {name!r} {shown_store}.", [name])
-        raise _read_only_input_error(
-            f"{wrapper.title} may write to input {name!r} {shown_store}.",
-            [name],
-            f" If this statement only reads {name!r}, list {name!r} in in_out_argnames nevertheless, add its spec to "
-            "outs (in-out arguments come first), and ignore the additional result.",
-        )
-    if wrapper.options.checks_outputs:
-        stored = {buffer for name, buffer in buffer_of.items() if name in source.stores}
-        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")
 
 
 # ======================================================================================================
@@ -6683,8 +6673,8 @@ class _WarpKernel(_Wrapper):
 
     def _inputs_to_copy(self, n_in: int) -> list[int]:
         """Return the inputs to which the kernel has only ambiguous stores (section 8)."""
-        stores = _warp_source(self.kernel).stores
-        ambiguous = {name for name, store in stores.items() if store.kind is _StoreKind.AMBIGUOUS}
+        stores = _warp_analysis(self.kernel).stores
+        ambiguous = {name for name, store in stores.items() if store.is_ambiguous}
         return [i for i, name in enumerate(self.parameters[:n_in]) if name in ambiguous]
 
     def _find_target(self, call: _CallParams) -> _CallTarget:
@@ -6715,13 +6705,13 @@ class _WarpKernel(_Wrapper):
             else:
                 role = "output" if buffer < n_in + len(call.outs) else "scratch"
             self.warp_params[name].check_array(spec, role)
-        source = _warp_source(self.kernel)
-        _check_stores(self, call, source, _last_buffer_of_each(names))
+        analysis = _warp_analysis(self.kernel)
+        _check_stores(self, call, analysis, _last_buffer_of_each(names))
         _warn_of_deferred_static(self.kernel, self.title)
-        return self._make_target(call, [_ArrayField(name, "data") for name in names], call.ins, source)
+        return self._make_target(call, [_ArrayField(name, "data") for name in names], call.ins, analysis)
 
     def _make_target(
-        self, call: _CallParams, fields: Sequence[_ArrayField], user_ins: Sequence[_Spec], source: _WarpSource
+        self, call: _CallParams, fields: Sequence[_ArrayField], user_ins: Sequence[_Spec], analysis: _KernelAnalysis
     ) -> _WarpCallTarget:
         """Return the target that launches the kernel, or its adjoint, on the buffers of a call.
 
@@ -6734,7 +6724,7 @@ class _WarpKernel(_Wrapper):
             name: self.warp_params[name].array_dims(call.buffers[buffer].shape)
             for (name, _), buffer in buffer_of_field.items()
         }
-        launch_dims = self._launch_dims(user_ins, array_dims, source)
+        launch_dims = self._launch_dims(user_ins, array_dims, analysis)
         label = self.__name__
         launch = _WarpLaunch(
             title=self.title,
@@ -6747,7 +6737,7 @@ class _WarpKernel(_Wrapper):
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
             is_tiled=self.options.tiled,
-            uses_tiles=source.uses_tiles,
+            uses_tiles=_uses_tiles(analysis),
             in_order=self.options.in_order,
         )
         target = _WarpCallTarget(
@@ -6770,12 +6760,13 @@ class _WarpKernel(_Wrapper):
     # -- launch dimensions -----------------------------------------------------------------------------
 
     def _launch_dims(
-        self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], source: _WarpSource
+        self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], analysis: _KernelAnalysis
     ) -> tuple[int, ...]:
         """Return the dimensions of a launch in threads, or in blocks if it is tiled."""
+        n_indices = _n_tid_indices(analysis)
         launch_dims = self._option_value("launch_dims", user_ins)
         if launch_dims is None:
-            launch_dims = self._default_launch_dims(user_ins, array_dims, source.n_indices)
+            launch_dims = self._default_launch_dims(user_ins, array_dims, n_indices)
         most_dims = _WARP_MAX_DIMS - 1 if self.options.tiled else _WARP_MAX_DIMS
         rule = (
             f"{self.title}: launch_dims must be 1 to {most_dims} ints from 0 to {_WARP_MAX_EXTENT}. "
@@ -6786,8 +6777,8 @@ class _WarpKernel(_Wrapper):
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(rule)
         # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
-        if source.n_indices and not (self.options.tiled or source.uses_tiles):
-            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), source.n_indices, "wp.tid()")
+        if n_indices and not (self.options.tiled or _uses_tiles(analysis)):
+            _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), n_indices, "wp.tid()")
         return dims
 
     def _default_launch_dims(
@@ -6861,8 +6852,8 @@ class _WarpKernel(_Wrapper):
         spec_of = dict(zip(self.parameters, [*args, *outs], strict=True))
         floats = [name for name, spec in spec_of.items() if jax.dtypes.issubdtype(spec.dtype, np.floating)]
         gradients = [name for name in self.parameters[: len(args)] if name in floats]
-        source = _warp_source(self.kernel)
-        maybe_stored = self.parameters if source.has_unanalyzed_code else source.stores
+        analysis = _warp_analysis(self.kernel)
+        maybe_stored = self.parameters if _has_unanalyzed_code(analysis) else analysis.stores
         operands = [_ArrayField(name, "data") for name in self.parameters]
         operands += [_ArrayField(name, "grad") for name in floats if name not in gradients]
         overwritten = [x for x in operands if x.field == "grad" or x.parameter in maybe_stored]
@@ -6875,7 +6866,7 @@ class _WarpKernel(_Wrapper):
             zeroed=tuple(range(len(overwritten), len(results))),
             has_side_effect=self.options.has_side_effect,
         )
-        target = self._make_target(call, operands + results, args, source)
+        target = self._make_target(call, operands + results, args, analysis)
         _warn_of_wrong_gradients(self.kernel, set(floats), self.title)
         return dataclasses.replace(call, target=target), operands, gradients
 
@@ -7082,13 +7073,50 @@ def _rehash(kernel: Any) -> tuple[str, ...]:
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_SOURCES = _BoundedCache()  # {`_rehash(kernel)`: `_WarpSource`}
+_WARP_ANALYSES = _BoundedCache()  # {`_rehash(kernel)`: `_KernelAnalysis`}
 
 
-def _warp_source(kernel: Any) -> _WarpSource:
-    """Return the stores of a kernel as it is now, and other facts about its source (section 8)."""
+def _warp_analysis(kernel: Any) -> _KernelAnalysis:
+    """Return the analysis of a kernel as it is now (section 8)."""
     key = _rehash(kernel)
-    return _WARP_SOURCES.get(key) or _WARP_SOURCES.keep(key, _WarpSource(kernel))
+    return _WARP_ANALYSES.get(key) or _WARP_ANALYSES.keep(key, _KernelAnalysis(kernel))
+
+
+def _n_tid_indices(kernel_analysis: _KernelAnalysis) -> int:
+    """Return the largest number of indices that one `wp.tid()` returns, or 0 if there is none."""
+    n_indices = 0
+    for analysis in kernel_analysis.analyses.values():
+        for node in analysis.nodes:
+            match node:
+                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):  # `i, j = wp.tid()`
+                    n_targets = len(targets)
+                case ast.Call() as call:  # any call, including the one above
+                    n_targets = 1
+                case _:
+                    continue
+            if _builtin_name(analysis.callees[call]) == "tid":
+                n_indices = max(n_indices, n_targets)
+    return n_indices
+
+
+def _uses_tiles(kernel_analysis: _KernelAnalysis) -> bool:
+    """Return whether the kernel or a helper calls builtins for tiles."""
+    return any(
+        _builtin_name(callee).startswith(("tile", "untile"))
+        for analysis in kernel_analysis.analyses.values()
+        for callee in analysis.callees.values()
+    )
+
+
+def _has_unanalyzed_code(kernel_analysis: _KernelAnalysis) -> bool:
+    """Return whether there is C++ code, a user-defined adjoint, or a call of a function that is an argument."""
+    for function, analysis in kernel_analysis.analyses.items():
+        if any(getattr(function, name, None) for name in ("native_snippet", "custom_grad_func", "custom_replay_func")):
+            return True
+        # In Warp >= 1.19, a parameter `f` may be a function, which the kernel calls as `f(x)`.
+        if any(callee is None and isinstance(call.func, ast.Name) for call, callee in analysis.callees.items()):
+            return True
+    return False
 
 
 # -- 10.4 A launch: recorded by Warp, repeated by the handler ------------------------------------------
@@ -7439,7 +7467,7 @@ def _batch_kernel(kernel: Any, field_buffers: tuple) -> Any:
 
 def _create_batch_kernel(wp: Any, kernel: Any, field_buffers: tuple) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
-    if _warp_source(kernel).has_unanalyzed_code or kernel.adj.transformers:
+    if _has_unanalyzed_code(_warp_analysis(kernel)) or kernel.adj.transformers:
         raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
     source = kernel.adj.source
     annotations = _parameter_types(kernel)
@@ -9236,7 +9264,7 @@ def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
     _WARNED_KERNELS.add(kernel)
     is_int = sys.modules["warp"].types.type_is_int
     problems = {}
-    for function in _warp_source(kernel).analyses:
+    for function in _warp_analysis(kernel).analyses:
         names = active
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
             names = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
