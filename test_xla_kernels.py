@@ -4103,6 +4103,11 @@ def mean(x: rows, i: int, n: int):
     s = float(0.0)
     for j in range(n): s += x[i, j]
     return s / float(n)
+@wp.func
+def small_elements(x: rows, i: int):
+    n = int(0)
+    while n < 2 and x[i, n] < 1.2: n += 1
+    return n
 """
 # The body for a row of x, and the same function in JAX.  The test expects a warning exactly if the code has a comment,
 # for example `# wrong: s`: Warp's adjoint of this line uses a wrong value of `s`.
@@ -4168,6 +4173,13 @@ WARP_GRADIENTS = {
         "out[i] = x[i, 0]\nt = out[i]\nout[i] = 2.0 * t + x[i, 1]", lambda x: 2 * x[0] + x[1]),
     "break in a loop": (
         row_loop("if j == 4:\n        break  # wrong: break\n    s += x[i, 0]", length="20"), lambda x: 4 * x[0]),
+    "flag instead of break": (
+        "running = bool(True)\n"
+        + row_loop("if s > 1.0: running = False\n    if running: s += x[i, j]", "out[i] = s * s", length="4"),
+        lambda x: jnp.where(x[0] > 1, x[0], x[0] + x[1]) ** 2),
+    "counted iterations instead of break": (
+        row_loop("s += x[i, j] * x[i, j]", length="small_elements(x, i)"),
+        lambda x: jnp.where(x[0] < 1.2, x[0] ** 2 + x[1] ** 2 * (x[1] < 1.2), 0)),
 }  # fmt: skip
 
 STORE_TILE = "t = wp.tile_load(x[i], shape=4)\nwp.tile_store(out, {}, offset=i)"
@@ -4267,6 +4279,16 @@ def test_warp_gradient_with_wrong_value_warned(x, body, max_unroll):
     inputs = spec(3, 3, dtype=jnp.bfloat16 if "bfloat16" in x else np.float32)
     with pytest.warns(UserWarning, match="uses a wrong value of 's'"):
         jax.eval_shape(jax.grad(lambda x: f(x).sum()), inputs)
+
+
+@needs_warp
+def test_warp_gradient_warned_if_first_call_has_null_array():
+    body = "s = float(1.0)\nif x:\n    for j in range(x.shape[0]):\n        s = s * x[j]\nout[i] = s + y[i]"
+    kernel = warp_kernel_from_body("x: floats, y: floats, out: floats", body, True)
+    f = xk.warp_kernel(kernel, like_last, differentiable=True)
+    with pytest.warns(UserWarning, match="uses a wrong value of 's'"):
+        jax.eval_shape(jax.grad(lambda y: f(None, y).sum()), spec(3))
+        jax.eval_shape(jax.grad(lambda x: f(x, x).sum()), spec(3))
 
 
 # -- launches ------------------------------------------------------------------------------------------
@@ -5256,19 +5278,20 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ("wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)", ValueError, "Output 0 is aliased to another input"),
     ("wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)",
      ValueError, "Input 0 is float32[4], and output 0 is float32[3]. Change outs[0]"),
-    ('wrap(in_out_argnames=["out"])(ONES)', ValueError, "(x). .*Pass the initial value of 'out'"),
+    ('wrap(in_out_argnames=["out"])(ONES)',
+     ValueError, "(x). To update 'out' in place, pass its initial value .*: out=x"),
     ('wrap(outs=[SPEC_4] * 2, in_out_argnames=["x"], input_output_aliases={0: 1})(ONES)',
      ValueError, "an input must have one alias only. Input 0 is aliased to output 0. Remove an alias"),
     ('wrap(outs=[spec(3), SPEC_4], in_out_argnames=["x"])(ONES)',
      ValueError, "'x' is float32[4], but outs[0] is float32[3]. Write outs=lambda x: (x, ...)"),
     ('wrap(lambda x, y: 0, in_out_argnames=["x", "y"])(ONES, ONES)', ValueError, "outs[1] is missing. .*(x, y)"),
     ('wrap(lambda state, state_out: None, identity, in_out_argnames=["state"])(ONES)',
-     TypeError, "is its own output. .*(state, state_out). Drop 'state_out', and write to 'state'"),
+     TypeError, "has one parameter, .*(state, state_out). Remove 'state_out', and store to 'state': `state[...]"),
     # the arguments of the kernel
     ("wrap(outs=[SPEC_4] * 2)(ONES)", TypeError, "takes (x, out). .*1 input, .*2 outputs, .*, output, output) or ("),
     ("wrap(lambda x, out, *, n=3: None)(ONES)", TypeError, "Make the keyword-only parameter an input"),
     ("wrap(scale_n)(ONES, alpha=ONES[0])", TypeError, "got 1 by position and (alpha) by name. 'n' is missing"),
-    ("wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)", TypeError, "got 4 by position and (x) by name. Pass each once"),
+    ("wrap(scale_n)(ONES, 2, 3.0, ONES, x=ONES)", TypeError, "got 4 by position and (x) by name. Pass each input once"),
     ("wrap(lambda x: (x, x), scratch=SPEC_4)(ONES)", TypeError, "takes (x). .*must be (input, output, scratch)"),
     ("wrap(lambda x, /, n, out: None)(ONES, n=ONES[0])", TypeError, "by position only; got 1 .*(n) by name"),
     ("wrap(scale_n)(ONES, 2, 3.0)", TypeError, "has no items n[i]; .*write it with n[()], .*scalars=['n']"),
@@ -5302,8 +5325,10 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('wrap(numba.guvectorize(["f8[:], f8[:]"], "(n)->(n)")(add_one.__wrapped__))(ONES)',
      TypeError, "explicit signature of a helper or gufunc does not fit this call. Remove the signature"),
     # transformations
-    ("jax.jvp(add_one, [ONES], [ONES])", TypeError, "Use jax.custom_vjp for grad, jax.custom_jvp for jvp"),
-    ("jax.linear_transpose(add_one, ONES)(ONES)", NotImplementedError, "has no transpose. .* Use jax.custom_vjp"),
+    ("jax.jvp(add_one, [ONES], [ONES])",
+     TypeError, "write f = jax.custom_vjp(kernel), .* for grad, or f = jax.custom_jvp(kernel)"),
+    ("jax.linear_transpose(add_one, ONES)(ONES)",
+     NotImplementedError, "has no transpose. .* write f = jax.custom_vjp(kernel)"),
     ("lower_for_cuda(add_one, ONES)", NotImplementedError, "numba_cuda_kernel and warp_kernel"),
     # when the kernel runs
     ("wrap(identity, spec(2))(ONES)", RUNTIME_ERRORS, "of shape (4,) is returned, where outs declares (2,)"),
@@ -5385,21 +5410,23 @@ WARP_MISTAKES = [
      TypeError, "'out' must be an array float32[:]. Got float32[]. For .*((1,), .*), and reshape .*: out.reshape(1,)"),
     ('trace_warp("multiply", spec(*export.symbolic_shape("n")), spec(3))',
      NotImplementedError, "Got float32[n]. A launch needs known dimensions. Export a program per shape"),
-    ('trace_warp("multiply", spec(2**31), spec(3))', ValueError, "Got float32[2147483648]. .*Split the array"),
-    ('trace_warp("squares_of_rows", spec(2, 2**29))', ValueError, "Got float32[2,536870912]. .*32 bits.*Split"),
+    ('trace_warp("multiply", spec(2**31), spec(3))', ValueError, "are 2147483648 and 4. .*split(x, 2, axis=0)"),
+    ('trace_warp("squares_of_rows", spec(2, 2**29))', ValueError, "are 536870912 and 2147483648. .*, axis=1)"),
     ("jax.jvp(warp_product(), [ONES] * 2, [ONES] * 2)",
-     TypeError, "gives only first derivatives in reverse mode if all outputs are new. Use jax.custom_vjp"),
+     TypeError, "write warp_kernel(kernel, outs, differentiable=True). .* f = jax.custom_vjp(kernel)"),
     ("jax.hessian(sum_of(warp_product(differentiable=True)))(ONES, ONES)",
-     TypeError, "differentiable=True gives only first derivatives"),
+     TypeError, "first derivatives by grad, .*jvp and hessian"),
     ("jax.grad(sum_of(xk.warp_kernel(warp_kernels().add_up, spec(1), differentiable=True)))(ONES)",
      ValueError, "enable_backward is False.*@wp.kernel(enable_backward=True)"),
     ('xk.XLACustomKernel("f").def_warp_kernel(warp_kernels().multiply, differentiable=True)',
-     TypeError, "option differentiable. Got True. The rules of an op .*write op.def_vjp_rule(lambda *ins: "),
+     TypeError, "Got differentiable=True. Remove .*, write op.def_vjp_rule(lambda *ins: "),
     ('trace_warp("multiply", spec(3))', TypeError, "the parameters (x, y, out).* got 1 input and 1 output, "),
     ("xk.warp_kernel(warp_kernels().histogram, (spec(3), spec(3)))(THREE_INTS, 0.5)",
      TypeError, "the parameters (index, weight, acc).* got 2 inputs and 2 outputs, "),
-    ('trace_warp("takes_arrays_in_structs")', TypeError, "'h' must be .* Got 'Holder'. .*a parameter for each field."),
-    ('trace_warp("takes_arrays_of_structs")', TypeError, "'h' must be .* Got array(ndim=1, .*a parameter for each"),
+    ('trace_warp("takes_arrays_in_structs")',
+     TypeError, "'h' must be .* Got 'Holder'. .*a parameter for each field: h_a."),
+    ('trace_warp("takes_arrays_of_structs")',
+     TypeError, "'h' must be .* Got array(ndim=1, .*an array for each field: h_a, h_n."),
     ('trace_warp("takes_indices")',
      TypeError, "'t' must be a scalar, vector or matrix, an array .* Got .*indexedarray.* pass t[indices]."),
     ('trace_warp("takes_anything")', TypeError, "'takes_anything' is generic. .*such as wp.overload(kernel, "),
@@ -5415,7 +5442,7 @@ WARP_MISTAKES = [
     ('trace_warp("histogram", in_out_argnames=["acc"], differentiable=True)',
      ValueError, "must not overwrite an input or use scratch, .*. Got in_out_argnames=['acc'], .*. Write to a new"),
     ("trace_product(scratch=spec(), differentiable=True)",
-     ValueError, "scratch=[ShapeDtypeStruct(shape=(), dtype=float32)]. Write to a new output"),
+     ValueError, "scratch=[ShapeDtypeStruct(shape=(), dtype=float32)]. Remove them. Write to a new output"),
     # values and types
     ("call_with(s=1)", TypeError, "'s' is passed by value, .*Got int 1. Pass an instance of"),
     ("jax.eval_shape(lambda s: call_with(s=s), spec())",
@@ -5509,11 +5536,11 @@ OP_MISTAKES = [
     ("empty_op().def_numba_kernel(identity, grid=3)", TypeError, "Got grid with .* Decorate the kernel, or pass"),
     ("empty_op().def_numba_kernel(add_one, grid=3)", TypeError, "<numba_kernel .*, or pass the options to a wrapper"),
     ("empty_op().def_numba_kernel(NJIT_ITSELF, grid=3)", TypeError, "unexpected keyword argument 'grid'"),
-    ("empty_op().def_numba_kernel(NJIT_ITSELF, outs=ONES)", TypeError, "calls of an op .*op(x, outs=...)"),
+    ("empty_op().def_numba_kernel(NJIT_ITSELF, outs=ONES)", TypeError, "Got outs=array.*: op(x, outs=lambda x: x)"),
     ("empty_op().def_warp_kernel(NJIT_ITSELF)", TypeError, "own backend. .*op.def_numba_kernel(kernel)"),
-    ('call_undecorated("def_numba_kernel")', TypeError, "takes (x, out).*Decorate a kernel with @numba.njit"),
-    ('call_undecorated("def_warp_kernel")', TypeError, "takes (x, out).*Decorate a kernel with @wp.kernel"),
-    ('call_undecorated("def_numba_kernel", True)', TypeError, "(x, out).*Decorate .* with @numba.njit"),
+    ('call_undecorated("def_numba_kernel")', TypeError, "takes (x, out).*is a kernel, decorate it with @numba.njit"),
+    ('call_undecorated("def_warp_kernel")', TypeError, "takes (x, out).*is a kernel, decorate it with @wp.kernel"),
+    ('call_undecorated("def_numba_kernel", True)', TypeError, "(x, out).*decorate .* with @numba.njit"),
     ('call_broken("effects")', TypeError, "side effects here. .* Call the wrapper itself"),
     ("xk.defjvp(3)", TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3"),
     ('empty_op().def_jvp_rule2(None, "wrong")', TypeError, "operand 1 must be a function. Got 'wrong'"),

@@ -1509,8 +1509,9 @@ def _call_jvp(primals: Sequence, tangents: Sequence, *, call: _CallParams) -> tu
     """Return zero tangents if all outputs are integers; otherwise raise an error."""
     if any(jax.dtypes.issubdtype(out.dtype, np.inexact) for out in call.outs):
         raise TypeError(
-            f"{call.target.title} has no JVP rule. {call.target.derivative_advice}Use jax.custom_vjp for grad, "
-            "jax.custom_jvp for jvp and hessian, or the rules of an XLACustomKernel."
+            f"{call.target.title} has no JVP rule. {call.target.derivative_advice}To define a rule, write "
+            "f = jax.custom_vjp(kernel), f.defvjp(forward, backward) for grad, or f = jax.custom_jvp(kernel), "
+            "f.defjvp(rule) for jvp and hessian. Or use an XLACustomKernel, with op.def_vjp_rule(forward, backward)."
         )
     outputs = call.bind(primals)
     return outputs, list(map(_zero_tangent, outputs))
@@ -1520,7 +1521,8 @@ def _call_transpose(cts: Sequence, *operands: Any, call: _CallParams) -> list:
     """Raise an error, because kernels have no transpose."""
     raise NotImplementedError(
         f"{call.target.title} has no transpose. `grad` transposes a kernel if the rule of a jax.custom_jvp calls it "
-        "with tangents. Use jax.custom_vjp instead of jax.custom_jvp, or XLACustomKernel.def_transpose_rule."
+        "with tangents. Instead, write f = jax.custom_vjp(kernel), f.defvjp(forward, backward). Or use an "
+        "XLACustomKernel, with op.def_transpose_rule(rule)."
     )
 
 
@@ -1531,7 +1533,7 @@ def _call_lowering(ctx: Any, *operands: Any, call: _CallParams) -> Any:
         raise NotImplementedError(
             "A call with side effects cannot be partitioned, because XLA does not define on which devices it runs. "
             f"{call.target.title} has side effects, and the program is compiled for {n_devices} devices. Call it in a "
-            "jax.shard_map over all axes of the mesh."
+            "shard_map over all axes of the mesh: jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
         )
     # If no kernel runs, write no custom call.  In a command buffer, XLA rejects one that launches nothing (jax < 0.10).
     if call.target.is_noop or 0 in call.batch:
@@ -1851,20 +1853,19 @@ def _check_call_signature(
       signature, subject: the signature of the user's function, and the function, as the subject of the message.
       args: the positional arguments: specs, or texts that describe them, such as "a stream".
       params: the names of the keyword arguments.
-      advice: another fix, after a space, such as " To register a function f of arrays, pass lambda: f."  Default: none.
+      advice: a more likely fix, such as "To register a function f of arrays, pass lambda: f."  Default: none.
     """
     try:
         signature.bind(*args, **dict.fromkeys(params))
     except TypeError as error:
         passed = ", ".join([*map(_format_spec, args), *map("{}=".format, params)])
-        fix = "Declare a parameter for each argument."
+        fix = "declare a parameter for each argument."
         if str(error).startswith("missing"):  # "missing a required argument: 'x'"
-            fix = "Remove the parameters that are not passed."
+            fix = "remove the parameters that are not passed."
             if not args:  # a generator of an op gets only the op's static parameters
-                fix = "Pass the missing parameters to the op by name, or remove them."
-        raise TypeError(
-            f"{subject} takes {signature}, but this call passes ({passed}): {error}. {fix}{advice}"
-        ) from None
+                fix = "pass the missing parameters to the op by name, such as op(x, n=3, outs=...), or remove them."
+        fixes = f"{advice} Otherwise, {fix}" if advice else fix.capitalize()
+        raise TypeError(f"{subject} takes {signature}, but this call passes ({passed}): {error}. {fixes}") from None
 
 
 # -- 5.4 For wrappers and ops: advice about kernels and options ----------------------------------------
@@ -1881,7 +1882,7 @@ def _decorated_backend(kernel: Any) -> str | None:
 
 
 _KERNEL_TYPE_ADVICE = {  # {name of a type whose objects a public function does not take as kernels: fix}
-    "partial": "Write a function that calls it, and keep constants in variables of its closure.",
+    "partial": "Write a function that calls it, with the constants in its closure: def kernel(x, out): f(x, out, n).",
     "method": "Write a function outside of the class. Pass arrays of `self` as inputs, and keep constants in variables "
     "of its closure.",
     "function": "Decorate it.",  # a plain function is a kernel of `numba_kernel`, but not of CUDA and Warp wrappers
@@ -2085,7 +2086,7 @@ class _Wrapper(_PickledByReference):
         if has_wrong_count or arguments.keys() != set(names):  # an unknown name, or a gap in the parameters
             missing = next((f"{name!r} is missing. " for name in names if name not in arguments), "")
             raise self._wrong_arity(
-                f"got {len(args)} by position and ({', '.join(named)}) by name. {missing}Pass each once."
+                f"got {len(args)} by position and ({', '.join(named)}) by name. {missing}Pass each input once."
             )
         return {name: arguments[name] for name in names}
 
@@ -2227,11 +2228,12 @@ class _Wrapper(_PickledByReference):
             return key
         names = self.parameters[:n_in]
         if key not in names:
-            advice = "Name one of them."
+            advice = "Use one of these names."
             if key in self.parameters:
-                advice = f"Pass the initial value of {key!r}: in-out arguments are inputs, kernel(in..., out...)."
+                advice = f"To update {key!r} in place, pass its initial value to the call: {key}=x."
             raise ValueError(
-                f"{self.title}: {key!r} is not an input of this call; the inputs are ({', '.join(names)}). {advice}"
+                f"{self.title}: in_out_argnames, and keys of input_output_aliases, must be inputs. {key!r} is not an "
+                f"input of this call, whose inputs are ({', '.join(names)}). {advice}"
             )
         return names.index(key)
 
@@ -2261,9 +2263,10 @@ class _Wrapper(_PickledByReference):
         extra = self.parameters[n_in : n_in + len(self.in_outs)]
         if len(self.parameters) == len(call.buffers) and extra:
             raise TypeError(
-                f"{self.title}: an in-out argument is its own output. With in_out_argnames={self.in_outs}, the kernel "
-                f"takes ({', '.join(self.parameters)}). Drop {', '.join(map(repr, extra))}, and write to "
-                f"{', '.join(map(repr, self.in_outs))}."
+                f"{self.title}: an in-out argument has one parameter, which is both input and output. With "
+                f"in_out_argnames={self.in_outs}, the kernel takes ({', '.join(self.all_parameters)}). Remove "
+                f"{', '.join(map(repr, extra))}, and store to {', '.join(map(repr, self.in_outs))}: "
+                f"`{self.in_outs[0]}[...] = ...` instead of `{extra[0]}[...] = ...`."
             )
 
 
@@ -6590,7 +6593,8 @@ class _WarpOptions(_Options):
             raise ValueError(
                 "A kernel with differentiable=True must not overwrite an input or use scratch, because its adjoint "
                 f"reads its arrays again. Got in_out_argnames={self.in_out_argnames}, input_output_aliases="
-                f"{self.input_output_aliases}, scratch={scratch}. Write to a new output: add it to outs."
+                f"{self.input_output_aliases}, scratch={scratch}. Remove them. Write to a new output, with its spec "
+                "in outs."
             )
 
 
@@ -6695,7 +6699,8 @@ class _WarpKernel(_Wrapper):
             n_outs = len(call.buffers) - n_in - len(copied)
             raise self._wrong_arity(
                 f"got {_counted(n_in + len(self.fixed), 'input')} and {_counted(n_outs, 'output')}, including scratch. "
-                "If a parameter is both, list it in in_out_argnames."
+                "Pass each input to the call, and declare each output in outs, and scratch in scratch. If a parameter "
+                "is both input and output, list it in in_out_argnames."
             )
         for buffer, (name, spec) in enumerate(zip(names, call.buffers)):
             if name in self.in_outs:
@@ -6867,7 +6872,10 @@ class _WarpKernel(_Wrapper):
             has_side_effect=self.options.has_side_effect,
         )
         target = self._make_target(call, operands + results, args, analysis)
-        _warn_of_wrong_gradients(self.kernel, set(floats), self.title)
+        # Including null arrays, because there is one warning for all calls of the kernel.
+        arrays = [param for param in self.warp_params.values() if not param.is_value]
+        float_arrays = {param.name for param in arrays if jax.dtypes.issubdtype(param.dtype, np.floating)}
+        _warn_of_wrong_gradients(self.kernel, float_arrays, self.title)
         return dataclasses.replace(call, target=target), operands, gradients
 
 
@@ -6949,7 +6957,7 @@ class _WarpParam:
         `role` is "input", "in-out", "output" or "scratch".
         """
         if self.is_value:
-            raise self._error(TypeError, spec, "Values are inputs. List the parameter before the outputs")
+            raise self._error(TypeError, spec, "Values are inputs. Move this parameter before the outputs")
         if spec.dtype != self.dtype:
             raise self._error(TypeError, spec, self._dtype_fix(spec, role))
         has_dims = len(spec.shape) >= self.ndim and spec.shape[self.ndim :] == self.element_shape
@@ -6968,7 +6976,11 @@ class _WarpParam:
         largest_extent = max(spec.shape, default=1)
         largest_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
         if max(largest_extent, largest_stride) > _WARP_MAX_EXTENT:
-            fix = f"Warp counts extents and strides in 32 bits, at most {_WARP_MAX_EXTENT}. Split the array"
+            axis = self.ndim - 1 if largest_stride > _WARP_MAX_EXTENT else spec.shape.index(largest_extent)
+            fix = (
+                f"Warp needs extents, and strides in bytes, up to {_WARP_MAX_EXTENT}. The largest are {largest_extent} "
+                f"and {largest_stride}. Call the kernel for each part: jnp.array_split({self.name}, 2, axis={axis})"
+            )
             raise self._error(ValueError, spec, fix)
 
     def _error(self, kind: type[Exception], argument: Any, fix: str) -> Exception:
@@ -7031,7 +7043,8 @@ def _parse_parameter(wp: Any, kernel: Any, argument: Any) -> _WarpParam:
     if dtype is None and not is_struct_value:
         fix = f"Annotate it as a wp.array. Instead of an indexedarray, pass {argument.label}[indices]."
         if _is_warp_struct(element):
-            fix = "Instead of the struct, give the kernel a parameter for each field."
+            fields = ", ".join(f"{argument.label}_{name}" for name in element.vars)
+            fix = f"Replace it by {'an array' if is_array else 'a parameter'} for each field: {fields}."
         raise TypeError(
             f"{title} must be a scalar, vector or matrix, an array of these, or a struct without arrays. "
             f"Got {getattr(warp_type, 'key', warp_type)!r}. {fix}"
@@ -7260,8 +7273,8 @@ class _WarpLaunch:
         if n_threads % self.block_dim and self.uses_tiles:
             raise ValueError(
                 f"{self.title}: all {self.block_dim} threads of a block work on a tile. "
-                f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple. Pass tiled=True, so "
-                "that launch_dims counts blocks."
+                f"launch_dims={self.launch_dims} are {n_threads} threads, which is not a multiple of "
+                f"{self.block_dim}. Pass tiled=True, and the number of blocks as launch_dims."
             )
         grid_x = n_blocks = -(-n_threads // self.block_dim)  # rounded up, here and below
         # `_rehash` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
@@ -7394,7 +7407,7 @@ class _WarpCallTarget(_CallTarget):
     signature: _Signature
     requested_name: str | None  # the user's `name=`
     platform_phrase: str = "runs on CPUs, and on NVIDIA GPUs where JAX has one"
-    derivative_advice: str = "differentiable=True gives only first derivatives in reverse mode if all outputs are new. "
+    derivative_advice: str = "For first derivatives by grad, write warp_kernel(kernel, outs, differentiable=True). "
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _CallTarget:
         """Record the launch on a platform, register a handler, and return its target.
@@ -8496,15 +8509,16 @@ def _as_generator(title: str, backend: str, kg: Any, decorated_backend: str | No
     _check_kernel_options(f"{title}: the kernel of backend {backend!r}", kg, decorated_backend, options)
     if decorated_backend or isinstance(kg, _Wrapper):
         return functools.partial(_generate_fixed_kernel, kg)
-    advice = f" A plain function is a generator, which returns the kernel. {_kernel_advice(backend)}"
+    advice = f"A plain function is a generator, which returns the kernel. {_kernel_advice(backend)}"
     return _adapt_user_function(kg, f"{title}: the generator of backend {backend!r}", advice)
 
 
 _OPTIONS_WITHOUT_EFFECT = {  # {option of a wrapper that an op cannot use: why, and the fix}
-    "outs": "The calls of an op declare its outputs. Pass outs to the call: op(x, outs=...).",
+    "outs": "Remove outs=, because each call of an op declares its outputs: op(x, outs=lambda x: x).",
     "has_side_effect": "JAX drops a call of an op if its outputs are unused. Call the wrapper itself instead of an op.",
-    "differentiable": "The rules of an op define its derivatives. For f = warp_kernel(..., differentiable=True), write "
-    "op.def_vjp_rule(lambda *ins: jax.vjp(f, *ins), lambda vjp, ct: vjp(ct)).",
+    "differentiable": "Remove differentiable=, because the rules of an op define its derivatives. With "
+    "f = warp_kernel(kernel, outs, differentiable=True), write op.def_vjp_rule(lambda *ins: jax.vjp(f, *ins), "
+    "lambda vjp, ct: vjp(ct)).",
 }
 
 
@@ -8514,7 +8528,7 @@ def _check_kernel_options(subject: str, kg: Any, decorated_backend: str | None, 
         return
     for name, advice in _OPTIONS_WITHOUT_EFFECT.items():
         if options.get(name, False) is not False:
-            raise TypeError(f"{subject} cannot have the option {name}. Got {options[name]!r:.80}. {advice}")
+            raise TypeError(f"{subject} cannot have the option {name}. Got {name}={options[name]!r:.80}. {advice}")
     if decorated_backend is None:
         raise TypeError(
             f"{subject} takes no options, because it is not a decorated kernel. Got {', '.join(options)} with {kg!r}. "
@@ -8543,10 +8557,10 @@ def _generate_fixed_kernel(kernel: Any, /, outs: tuple, **params: Any) -> Any:
 def _adapt_user_function(fun: Callable, subject: str, advice: str = "") -> Callable:
     """Return a rule or generator of the user that ignores the arguments `outs` and `backend` if it does not take them.
 
-    `advice` is for the end of errors about its signature, after a space.
+    `advice` is a fix for errors about its signature.
     """
     if not callable(fun):
-        raise TypeError(f"{subject} must be a function. Got {fun!r}. Pass a function.{advice}")
+        raise TypeError(f"{subject} must be a function. Got {fun!r}. Pass a function. {advice}".rstrip())
     parameters = inspect.signature(fun).parameters
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     ignored = set() if accepts_all else {"outs", "backend"} - parameters.keys()
@@ -8561,7 +8575,7 @@ def _adapt_user_function(fun: Callable, subject: str, advice: str = "") -> Calla
 
 
 def _call_or_explain(fun: Callable, subject: str, advice: str, /, *args: Any, **params: Any) -> Any:
-    """Call a user's function.  If the arguments do not fit its signature, the error says so, and ends with `advice`."""
+    """Call a user's function.  If the arguments do not fit its signature, the error says so, and shows `advice`."""
     try:
         return fun(*args, **params)
     except TypeError:  # raised by the call, or in the body of `fun`
@@ -8574,14 +8588,14 @@ def _call_generated_function(function: Callable, subject: str, backend: str, ins
     # A function with `__wrapped__`, such as `jax.vmap(f)`, may have another signature than `inspect` reports.
     is_plain_function = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
     if is_plain_function and backend in _BACKENDS:
-        return _call_or_explain(function, subject, f" {_kernel_advice(backend)}", *ins)
+        return _call_or_explain(function, subject, _kernel_advice(backend), *ins)
     return function(*ins)
 
 
 def _kernel_advice(backend: str) -> str:
     """Return the advice for a kernel that was registered where a generator is expected."""
     if backend in _BACKENDS:
-        return f"Decorate a kernel with {_BACKENDS[backend].decorator}."
+        return f"If the function is a kernel, decorate it with {_BACKENDS[backend].decorator}."
     return "To register a function f of arrays, pass lambda: f."
 
 
@@ -8658,8 +8672,9 @@ def _op_jvp(primals: Sequence, tangents: Sequence, *, _op_call: _OpCall) -> tupl
     apply_rule = op._rules.jvp
     if apply_rule is None:
         raise NotImplementedError(
-            f"The derivative of an op needs a rule. {op.title} has no JVP rule. Define op.def_jvp_rule2(...) or "
-            "op.def_vjp_rule(...), or exclude an operand: jax.lax.stop_gradient(x)."
+            f"The derivative of an op needs a rule. {op.title} has no JVP rule. For grad, write "
+            "op.def_vjp_rule(forward, backward). For jvp and grad, write op.def_jvp_rule2(rule, ...). To exclude an "
+            "operand, pass jax.lax.stop_gradient(x)."
         )
     slice_call = dataclasses.replace(_op_call, vmaps=())
     n_primals = len(primals)
@@ -9033,10 +9048,11 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 
 
 # -- 13.1 Gradients that Warp gets wrong ---------------------------------------------------------------
-# In a dynamic loop, which is a loop that Warp does not unroll, Warp's adjoint may use wrong values.  Warp does not warn
-# of this.  The adjoint first runs the kernel without its dynamic loops and its own stores.  Then it goes through the
-# iterations of a `for` loop backwards, and those of a `while` loop forwards.  It repeats each iteration before it
-# computes its gradients.  For example:
+# Warp does not unroll a loop that is long, has a `break`, or has no constant length.  Such a loop is dynamic.  Warp's
+# adjoint of a function first repeats the function, without its stores to arrays and without its dynamic loops.  Then it
+# goes back through the statements, and computes gradients from the values of the variables.  At a dynamic loop, it goes
+# through the iterations, those of a `for` backwards and those of a `while` forwards.  It repeats each iteration, and
+# then computes its gradients.  Some variables then have wrong values, of which Warp does not warn.  For example:
 #
 #     s = float(1.0)
 #     for j in range(x.shape[0]):
@@ -9044,7 +9060,7 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 #
 # The gradient of the factor x[j] is the old `s` times the gradient of the new `s`.  The repeated iteration has
 # overwritten the old `s`, so the adjoint uses the new one.  Before the first repeated iteration, `s` is 1, because the
-# loop has not run.  For x = (2, 3, 5):
+# adjoint has skipped the loop until then.  For x = (2, 3, 5):
 #
 #     iteration                             j = 2        j = 1         j = 0
 #     gradient of the new `s`               1            1 * 5 = 5     5 * 3 = 15
@@ -9053,7 +9069,8 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 #     new `s`, which the adjoint uses       1 * 5 = 5    5 * 3 = 15    15 * 2 = 30
 #     gradient by the adjoint               5 * 1 = 5    15 * 5 = 75   30 * 15 = 450
 #
-# A sum such as `s += x[j]` is correct, because its adjoint uses no values.
+# A sum such as `s += x[j]` is correct, because its adjoint uses no values.  A `for` loop with `break` is wrong even for
+# a sum: from the last iteration of its range, the adjoint goes back only to the `break`.
 #
 # Values that are wrong in the adjoint are called stale here:
 #
@@ -9064,53 +9081,67 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 #
 # `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
 # dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that an atomic operation, a called function or
-# the next iteration changes later.  It may warn of a long loop that Warp unrolls because of a `wp.static`.  The tests
-# compare its verdicts with JAX and finite differences on CPUs (Warp 1.14, 1.16, 1.18 and 1.19).
+# the next iteration changes later.  It may warn of a long loop that Warp unrolls because of a `wp.static`, and of some
+# correct `while` loops.  The tests compare its verdicts with JAX and finite differences on CPUs (Warp 1.14, 1.16, 1.18
+# and 1.19).
 
-_WARNED_KERNELS: Any = weakref.WeakSet()
+_CHECKED_KERNELS: Any = weakref.WeakSet()
 
-# Builtins whose derivative is not zero although Warp has no adjoint of them (`is_differentiable` is false).
+# Builtins without an adjoint in Warp (`is_differentiable` is false) whose derivatives are not zero.
 _WITHOUT_ADJOINT = frozenset(
     "frac randf store atomic_exch atomic_cas tile_max tile_min tile_reduce tile_sort tile_full tile_from_thread "
     "tile_scan_inclusive tile_scan_exclusive tile_scan_max_inclusive tile_scan_min_inclusive tile_diag_add "
     "tile_cholesky_inplace tile_cholesky_solve tile_cholesky_solve_inplace tile_lower_solve tile_lower_solve_inplace "
     "tile_upper_solve tile_upper_solve_inplace".split()
 )
+_ATOMIC_SUMS = ("atomic_add", "atomic_sub")
+
+# The advice of the warnings.  {} is the largest number of iterations of a loop that Warp unrolls.
 _STALE_ADVICE = (
-    "If a loop assigns it, give the loop a constant length of at most {} or, if the loop only adds, move it into a "
-    "wp.func that returns the sum. If it is read from an output, store to this output only once."
+    "If a loop assigns it, give the loop a constant length of at most {}. If it counts the iterations of a `while`, "
+    "write a `for`. If the loop only adds, move it into a wp.func that returns the sum. If it is read from an output, "
+    "store to this output only once."
+)
+_BREAK_ADVICE = (
+    "If the length of the loop is a constant of at most {}, write `running = False` instead of `break`, and put the "
+    "other statements under `if running:`. Otherwise, write `for j in range(count(x, i)):`, where the wp.func `count` "
+    "returns the number of iterations. Ignore warnings about `count`: an int has no gradient."
+)
+_ATOMIC_ADVICE = (
+    "If you do not need the old value, do not assign the result. If only one thread updates the element, add in a "
+    "local variable, and store it at the end. Otherwise, compute this part in JAX, before or after the kernel."
 )
 _NO_ADJOINT_ADVICE = "Replace it by functions with an adjoint, or compute this part in JAX, before or after the kernel."
-_BREAK_ADVICE = "Replace it by an `if` around the other statements of the loop."
-_ATOMIC_SUMS = ("atomic_add", "atomic_sub")
 
 
 class _GradientCheck:
-    """A search for the operations of a Warp function whose adjoints are wrong.
+    """A search of a kernel or helper of Warp for operations whose adjoints are wrong.
 
-    `check_statements` goes through statements in their order, and adds to `problems`.  After
+    `check_block` goes through statements in their order, and adds to `problems`.  After
     `for j in range(x.shape[0]): s = s * x[j]`:
 
         active    {"x", "out", "s"}    # `s` is computed from `x`
         stale     {"s", "j"}           # the loop assigns them
     """
 
-    def __init__(self, function: Any, active: set[str], max_unroll: int) -> None:
+    def __init__(self, function: Any, parameters: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
-        self.known_values = _referenced_variables(_py_func(function))  # and constant local variables
-        self.active = set(active)  # the parameters with gradients, and the variables that are computed from them
-        self.stale: set[str] = set()  # the stale variables, without arrays
         self.problems: dict[str, str] = {}  # {line: text of a warning about its first problem}
+        self.constants = _referenced_variables(_py_func(function))  # {captured or constant local variable: its value}
+        self.stale: set[str] = set()  # the stale variables, without arrays
         self.arrays = {x.label for x in function.adj.args if _is_array_type(x.type)}  # never in `stale`
-        self.last_stores = dict.fromkeys(self.arrays, 0)  # {array: line of its last store, or 0}
-        for node in ast.walk(function.adj.tree):
-            if isinstance(node, (ast.Assign, ast.AugAssign)):
-                for array in _assigned_names(node) & self.arrays:
-                    self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
+        nodes = [x for x in ast.walk(function.adj.tree) if isinstance(x, (ast.Assign, ast.AugAssign))]
+        assignments = [(_assigned_names(x), x) for x in nodes]
+        self.last_stores = {  # {array: line of its last store, or 0}
+            array: max([0, *(x.end_lineno or 0 for names, x in assignments if array in names)]) for array in self.arrays
+        }
+        self.active = parameters.copy()  # the parameters with gradients, and all variables that are computed from them
+        while found := _union(names for names, x in assignments if self.is_active(x.value)) - self.active - self.arrays:
+            self.active |= found
 
-    def check_statements(self, statements: Iterable[ast.stmt]) -> None:
-        """Check the operations of statements, one after the other, and update the sets of variables."""
+    def check_block(self, statements: Iterable[ast.stmt]) -> None:
+        """Check the operations of statements, one after the other, and update the stale variables."""
         for node in statements:
             if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
                 updated = ast.BinOp(node.target, node.op, node.value)
@@ -9123,9 +9154,9 @@ class _GradientCheck:
                     self.assign(target, value)
                 case ast.If(body=body, orelse=orelse):
                     before = self.stale.copy()
-                    self.check_statements(body)
+                    self.check_block(body)
                     after_body, self.stale = self.stale, before
-                    self.check_statements(orelse)
+                    self.check_block(orelse)
                     self.stale |= after_body
                 case ast.For() | ast.While():
                     self.check_loop(node)
@@ -9133,48 +9164,41 @@ class _GradientCheck:
                     self.report(node, "is wrong in a loop with", _BREAK_ADVICE)
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Update the stale variables and the constants after an assignment."""
         variables = _assigned_names(target) - self.arrays
-        if self.is_active(value):
-            self.active |= variables
-        if self.stale_part(value):
+        if self.find_stale(value):
             self.stale |= variables
         elif isinstance(target, (ast.Name, ast.Tuple)):  # if `v[0]` is assigned, the rest of `v` may be stale
             self.stale -= variables
         if isinstance(target, ast.Name):
-            self.known_values[target.id] = self.constant(value)
+            self.constants[target.id] = self.constant(value)
 
     def check_loop(self, loop: Any) -> None:
-        """Check the statements of a loop, and add the variables that are stale after it."""
-        is_unrolled = self.is_unrolled(loop)
-        assigned = set() if is_unrolled else _assigned_names(loop) - self.arrays
-        stale_at_start = self.stale | assigned  # at the start of an iteration
-        n_found = 0
-        while True:  # an iteration uses variables of the previous one, so repeat until nothing changes
-            self.stale = stale_at_start.copy()
-            match loop:
-                case ast.For(target=ast.Name(id=index)):
-                    self.stale.discard(index)
-                    # In an unrolled loop, 0 stands for any constant.
-                    self.known_values[index] = 0 if is_unrolled else None
-            self.check_statements(loop.body)
-            stale_at_start |= self.stale
-            n_before, n_found = n_found, len(self.active) + len(stale_at_start)
-            if n_before == n_found:
-                break
+        """Check the body of a loop once, or, if Warp unrolls the loop, once for each index."""
+        unrolled = self.unrolled_range(loop)
+        assigned = _assigned_names(loop) - self.arrays if unrolled is None else set()
+        for index in [None] if unrolled is None else unrolled:  # None is not constant
+            self.stale |= assigned  # at the start of an iteration
+            if not isinstance(loop, ast.While):
+                self.stale.discard(loop.target.id)
+                self.constants[loop.target.id] = index
+            self.check_block(loop.body)
         self.stale |= assigned  # after the loop
 
-    def is_unrolled(self, loop: Any) -> bool:
-        # It has no range, a bound is not constant, or the step is 0, which stands for the index of an unrolled loop.
+    def unrolled_range(self, loop: Any) -> range | None:
+        """Return the indices of a loop that Warp unrolls, or None for a dynamic loop."""
+        # If there is no `range`, or an argument is not constant, this raises an exception.
         with contextlib.suppress(AttributeError, TypeError, ValueError):
-            return len(range(*map(self.constant, loop.iter.args))) <= self.max_unroll
-        return False
+            indices = range(*map(self.constant, loop.iter.args))
+            return indices if len(indices) <= self.max_unroll else None
+        return None
 
     def constant(self, node: ast.expr) -> Any:
         """Return the value of a number or constant variable, otherwise None.  As in Warp, `2 * 2` has no value."""
         try:
             return ast.literal_eval(node)
         except ValueError:
-            return _captured_value(node, self.known_values)
+            return _captured_value(node, self.constants)
 
     def check_operations(self, statement: ast.stmt) -> None:
         """Report the operations of a statement whose adjoints are wrong.  Nested statements are not included."""
@@ -9182,24 +9206,29 @@ class _GradientCheck:
         for node in [statement, *itertools.chain(*map(ast.walk, expressions))]:
             if isinstance(node, ast.Call) and self.is_active(node):
                 name = self.builtin_name(node)
+                if name in _WITHOUT_ADJOINT:
+                    self.report(node, "takes 0 for the derivative of", _NO_ADJOINT_ADVICE)
                 # An atomic sum has an adjoint for the value that it adds, but not for the old value that it returns.
                 is_unused = isinstance(statement, ast.Expr) and statement.value is node
-                if name in _WITHOUT_ADJOINT or (name in _ATOMIC_SUMS and not is_unused):
-                    self.report(node, "takes 0 for the derivative of", _NO_ADJOINT_ADVICE)
-            for value in self.values_used_by_adjoint(node):
-                if stale := self.stale_part(value):
-                    self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE.format(self.max_unroll))
+                if name in _ATOMIC_SUMS and not is_unused:
+                    self.report(node, "takes 0 for the derivative of the result of", _ATOMIC_ADVICE)
+            for value in self.residuals(node):
+                if stale := self.find_stale(value):
+                    self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE)
 
     def report(self, node: Any, problem: str, advice: str) -> None:
+        """Add a problem, unless its line has one already."""
         line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
         source = ast.unparse(node).partition("\n")[0]  # of an `if` or a loop, the first line
-        self.problems.setdefault(line, f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice}")
+        text = f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice.format(self.max_unroll)}"
+        self.problems.setdefault(line, text)
 
-    def values_used_by_adjoint(self, node: ast.AST) -> list[ast.expr]:
-        """Return the parts of a statement or expression whose values its adjoint uses.  Other parts may be stale.
+    def residuals(self, node: ast.AST) -> list[ast.expr]:
+        """Return the residuals of a statement or expression: the parts whose values its adjoint uses.
 
-        Tests and indices come first, because they are checked in inactive expressions, too.  For example, `_operands`
-        does not yield the indices of `x[n[j]]`, so `j` is found only when the inactive part `n[j]` is checked.
+        Other parts may be stale.  Tests and indices come first, because they are checked in inactive expressions, too.
+        For example, `_operands` does not yield the indices of `x[n[j]]`, so `j` is found only when the inactive part
+        `n[j]` is checked.
         """
         match node:
             case ast.If(test=x) | ast.While(test=x) | ast.IfExp(test=x) | ast.For(iter=x) | ast.Subscript(slice=x):
@@ -9216,20 +9245,21 @@ class _GradientCheck:
                 return node.args[1:-1]  # only the indices, between the array and the added value
             case ast.Call() if self.builtin_name(node) == "where":
                 return node.args[:1]  # the condition
-            case ast.Call() if isinstance(_captured_value(node.func, self.known_values), type):
+            case ast.Call() if isinstance(_captured_value(node.func, self.constants), type):
                 return []  # casts and constructors of vectors are linear
             case ast.BinOp(op=ast.Pow()) | ast.Call():
                 return [node]  # all operands
         return []
 
     def builtin_name(self, call: ast.Call) -> str:
-        return _builtin_name(_callee(call.func, self.known_values))
+        return _builtin_name(_callee(call.func, self.constants))
 
     def is_active(self, node: ast.AST) -> bool:
+        """Return whether an expression is computed from values with gradients."""
         return not self.active.isdisjoint(_operand_names(node))
 
-    def stale_part(self, node: ast.AST) -> str:
-        """Return a stale variable or element from which a value is computed, or an empty string."""
+    def find_stale(self, node: ast.AST) -> str:
+        """Return a stale variable or element from which an expression is computed, or an empty string."""
         for part in _operands(node):
             match part:
                 case ast.Name(id=name) if name in self.stale:
@@ -9257,24 +9287,24 @@ def _assigned_names(node: ast.AST) -> set[str]:
     return _union(_operand_names(x) for x in ast.walk(node) if isinstance(getattr(x, "ctx", None), ast.Store))
 
 
-def _warn_of_wrong_gradients(kernel: Any, active: set[str], title: str) -> None:
-    """Warn of each operation of a kernel and its helpers whose adjoint is wrong, once for each kernel."""
-    if kernel in _WARNED_KERNELS:
+def _warn_of_wrong_gradients(kernel: Any, float_arrays: set[str], title: str) -> None:
+    """Warn of the operations of a kernel and its helpers whose adjoints are wrong, once for each kernel."""
+    if kernel in _CHECKED_KERNELS:
         return
-    _WARNED_KERNELS.add(kernel)
+    _CHECKED_KERNELS.add(kernel)
     is_int = sys.modules["warp"].types.type_is_int
     problems = {}
     for function in _warp_analysis(kernel).analyses:
-        names = active
+        parameters = float_arrays
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
-            names = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
-        check = _GradientCheck(function, names, _warp_options(kernel)["max_unroll"])
-        check.check_statements(function.adj.tree.body[0].body)
+            parameters = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
+        check = _GradientCheck(function, parameters, _warp_options(kernel)["max_unroll"])
+        check.check_block(function.adj.tree.body[0].body)
         problems.update(check.problems)
     for problem in problems.values():
         warnings.warn(
-            f"{title}: the gradient may be wrong. {problem} Then compare the gradient: import "
-            'jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
+            f"{title}: the gradient may be wrong. {problem} Then check the gradient of a function f that calls this "
+            'kernel: import jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
 
@@ -9323,5 +9353,8 @@ def _captured_key(function: Any) -> tuple:
     return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
-if __name__ == "__main__":  # after all definitions, because the self-check uses all sections
+# ======================================================================================================
+# The end of section 13.  The self-check of section 12 runs after all definitions, because it uses all sections.
+
+if __name__ == "__main__":
     sys.exit(_self_check())
