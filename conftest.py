@@ -574,21 +574,27 @@ class FakeWarp(FakeXlaGpu):
         return 0
 
 
-@functools.cache
-def only(fake_class):
-    return fake_class()  # one for all tests, because XLA keeps handlers forever
+# All tests share one fake of each class, because XLA keeps handlers forever.
+@pytest.fixture(scope="session")
+def fake_cuda_of_session():
+    return FakeCudaDriver()
+
+
+@pytest.fixture(scope="session")
+def fake_warp_of_session():
+    return FakeWarp()
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch):
-    only(FakeCudaDriver).start(monkeypatch)
-    return only(FakeCudaDriver)
+def fake_cuda(fake_cuda_of_session, monkeypatch):
+    fake_cuda_of_session.start(monkeypatch)
+    return fake_cuda_of_session
 
 
 @pytest.fixture
-def fake_warp_gpu(monkeypatch):
-    only(FakeWarp).start(monkeypatch)
-    return only(FakeWarp)
+def fake_warp_gpu(fake_warp_of_session, monkeypatch):
+    fake_warp_of_session.start(monkeypatch)
+    return fake_warp_of_session
 
 
 class DriverRecorder:

@@ -7407,7 +7407,9 @@ class _WarpCallTarget(_CallTarget):
     signature: _Signature
     requested_name: str | None  # the user's `name=`
     platform_phrase: str = "runs on CPUs, and on NVIDIA GPUs where JAX has one"
-    derivative_advice: str = "For first derivatives by grad, write warp_kernel(kernel, outs, differentiable=True). "
+    derivative_advice: str = (
+        "warp_kernel(kernel, outs, differentiable=True) gives only first derivatives in reverse mode (grad). "
+    )
 
     def prepare_lowering(self, platform: str, has_batch: bool = False) -> _CallTarget:
         """Record the launch on a platform, register a handler, and return its target.
