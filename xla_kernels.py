@@ -3578,10 +3578,12 @@ class _CallbackEmitter(_Emitter):
 #
 # 7.1 to 7.3 are shared with section 9.  The rest is for CPUs only.
 #
-# The following functions use undocumented parts of Numba.  If Numba changes such a part, results may silently be wrong.
-# Only the tests detect this, so copies of this file need them, too.
+# This section uses many undocumented parts of Numba.  If Numba changes one of the following, results may silently be
+# wrong.  Only the tests detect this, so copies of this file need them, too.
 #
 #     `_numba_array_members`         the members of an array that a compiled function takes
+#     `_is_store_to_readonly`        the texts of errors about stores to read-only arrays
+#     `_jitted_kernel`               the class of a dispatcher's cache, and the class of its compiler
 #     `_uses_threads`                the name of the function that starts threads
 #     `_check_no_object_mode`        the class of object mode
 #     `_numba_ir` (8.1)              the IR that `compiler.run_frontend` returns
@@ -3628,14 +3630,14 @@ def numba_kernel(
       vmap_method: optional string, one of the names that `jax.pure_callback` accepts.  By default, batch elements are
         divided among XLA's threads.  With "sequential" and "sequential_unrolled", they run in order, on one thread.
       input_output_aliases: optional dict from inputs (indices or names) to indices of outputs.  With `{i: j}`, output j
-        starts with the value of input i, and uses its memory if XLA can.  The kernel gets the same array for both.
+        starts with the value of input i, and uses its memory if XLA can.  The kernel gets the same array for both, and
+        may store to either.
       in_out_argnames: optional sequence of the parameters that the kernel updates in place (`v[:] = 0.5 * v + x`), in
         the order of the kernel's parameters.  Each is an input, and its new value is an output.  `outs` begins with
         their specs.  With in_out_argnames=["v"] and outs=lambda x, v: (v, y_spec), the two calling conventions are
         kernel(x, v, y), and kernel(x, v), which updates v and returns y.
       scalars: sequence of the 0-d inputs that the kernel gets as scalars, or True for all.  Default False.  0-d in-out
-        arguments stay arrays.  A new value of a scalar compiles nothing.  A new value of a closure variable compiles
-        another kernel (0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed).
+        arguments stay arrays.  A new value of a scalar compiles nothing.
       has_side_effect: boolean, whether the call is kept even if its results are not used.  Default False.
       scratch: optional spec, tuple of specs, or function like `outs`: temporary buffers, which are passed after the
         outputs, start from zeros and are not returned.  Under `vmap`, each batch element has its own.
@@ -3645,7 +3647,7 @@ def numba_kernel(
         - False: uninitialized memory, for kernels that store to every element.  This saves up to a quarter of the time
           of `out[i] = x[i] + y[i]`, depending on the size.
         For a product, a minimum or a maximum, first store the initial value (`out[:] = np.inf`), or alias the output
-        to an input.  Outputs that are returned or aliased to an input are not zeroed.
+        to an input.  Outputs that the kernel returns, or that are aliased to an input, are not zeroed.
       name: optional string, the prefix of the name by which exported programs find the kernel (see `export_checks`).
 
     Returns:
@@ -3653,13 +3655,13 @@ def numba_kernel(
 
     Raises:
       TypeError: if a dtype has no CPU arithmetic in Numba (float16, bfloat16, float8, sub-byte types); if the number of
-        arguments is wrong; if the kernel cannot be compiled, or uses object mode (see `jax.pure_callback`); if it may
-        write to an input; if it never stores to an output and `zero_outputs` is None; if a returned value has another
-        rank than in `outs`, or a dtype that NumPy does not cast to the declared one ("same_kind").
+        arguments is wrong; if the kernel cannot be compiled, or uses object mode (see `jax.pure_callback`); if Numba
+        finds a store to an input; if the kernel never stores to an output and `zero_outputs` is None; if a returned
+        value has another rank than in `outs`, or a dtype that NumPy does not cast to the declared one ("same_kind").
       ValueError: if `vmap_method` is unknown, aliases or `scalars` do not fit the call, or `name` is in use.
       RuntimeError: if the environment variable NUMBA_DISABLE_JIT is set.
-      jax.errors.JaxRuntimeError (under `jax.jit` also ValueError): if the kernel raises an exception, whose type and
-        text are in the message, or if a returned value has another shape than in `outs`.
+      jax.errors.JaxRuntimeError or, if jaxlib runs a function compiled by `jax.jit`, ValueError: if the kernel raises
+        an exception, whose type and text are in the message, or if a returned value has another shape than in `outs`.
 
     Example:
       >>> import jax.numpy as jnp, numba
@@ -3676,8 +3678,8 @@ def numba_kernel(
     Notes on compilation:
 
     - A kernel is compiled once for each combination of dtypes and ranks.  At that time, Numba reads globals and closure
-      variables.  To use new values, wrap a plain function again, or define the kernel again.  If the values are equal
-      to earlier ones, nothing is compiled.
+      variables.  To use new values, wrap a plain function again, or define the kernel again.  This compiles another
+      kernel (0.2 to 0.5 s, and 1 to 3 MB of memory that are never freed), unless the values are equal to earlier ones.
     - Explicit signatures of a `numba.njit` kernel are ignored.  `cache=True` works.  Integer division by zero raises,
       unless the kernel has `error_model="numpy"`.
     - Numba does not reject all stores to read-only arrays: it accepts `np.fill_diagonal(x, 0)` and `x.flat[0] = 1`.  A
@@ -3734,10 +3736,15 @@ class _ArgumentMap(NamedTuple):
 
     n_buffers: int
     args: tuple[int, ...]  # the buffer for each parameter
-    scalars: frozenset[int] = frozenset()  # the 0-d inputs passed as scalars; in-out arguments stay arrays
+    scalars: frozenset[int] = frozenset()  # the 0-d inputs passed as scalars, if they are in `args`
     copied: frozenset[int] = frozenset()  # the buffers in `args` of which the kernel gets copies, for CPUs
-    results: tuple[int, ...] = ()  # the buffer for each returned value; empty if the kernel stores to its outputs
+    results: tuple[int, ...] = ()  # the output for each returned value; empty if the kernel stores to its outputs
     slice_ranks: Any = None  # for `_BatchArgumentMap` (9.6), because a subclass of a NamedTuple cannot add fields
+
+    @property
+    def returns_outputs(self) -> bool:
+        """Whether the kernel returns its outputs, except for in-out arguments."""
+        return bool(self.results)
 
     def is_identity_for(self, kernel: Any) -> bool:
         """Return whether the kernel takes all buffers as they are, in their order, so that it needs no adapter."""
@@ -3760,7 +3767,7 @@ class _ArgumentMap(NamedTuple):
         return {buffer for position, buffer in enumerate(self.args) if position not in only_read_positions}
 
     def protected_inputs(self, signature: _Signature) -> set[int]:
-        """Return the inputs that the kernel must not write to: neither scalars, nor inputs aliased to an output."""
+        """Return the inputs that the kernel must not write to: all except scalars, and those aliased to an output."""
         return signature.unaliased_inputs - self.scalars
 
     def make_adapter(self, kernel: Any, *last_lines: str, **namespace: Any) -> Callable[..., Any]:
@@ -3805,14 +3812,15 @@ class _NumbaWrapper(_Wrapper):
         args = list(range(n_in))
         for j, name in enumerate(self.in_outs):  # in-out arguments are the first outputs
             args[self.parameters.index(name)] = n_in + j
-        other_results = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
-        maps = [_ArgumentMap(n_buffers, (*args, *other_results), self._scalar_inputs(call.ins))]
-        if may_return and other_results and not call.scratch:
-            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=other_results))
+        remaining = tuple(range(n_in + len(self.in_outs), n_buffers))  # the other outputs, and scratch
+        maps = [_ArgumentMap(n_buffers, (*args, *remaining), self._scalar_inputs(call.ins))]
+        if may_return and remaining and not call.scratch:
+            maps.append(_ArgumentMap(n_buffers, tuple(args), _zero_dim_inputs(call.ins), results=remaining))
         python_signature = inspect.signature(_py_func(self.kernel))
         if fitting_maps := [x for x in maps if _can_bind(python_signature, len(x.args))]:
             return fitting_maps
-        self._check_no_separate_outputs(call)  # its error has the fix for kernel(v, new_v) with in_out_argnames=["v"]
+        # If the kernel has two parameters for in-out argument v, such as kernel(v, new_v), this error is more specific.
+        self._check_no_separate_outputs(call)
         raise self._wrong_parameters_error(call, maps)
 
     def _wrong_parameters_error(self, call: _CallParams, maps: list[_ArgumentMap]) -> TypeError:
@@ -3865,8 +3873,8 @@ _ADVICE = {
     # Known signatures: * (Array(float64, 1, 'C', False, aligned=True),) -> float64
     # Type of #7 arg mismatch: double* != float*
     r"Known signatures:|arg mismatch: ": (
-        "The explicit signature of a helper or gufunc does not fit this call. Remove the signature. If it has 64 bits, "
-        'you may set jax.config.update("jax_enable_x64", True) instead.'
+        "The explicit signature of a helper or gufunc does not fit this call. Remove the signature. If its types "
+        'have 64 bits, you may set jax.config.update("jax_enable_x64", True) instead.'
     ),
     # Unknown attribute 'normal' of type Module(<module 'jax.random' from '...'>)
     r"Module\(<module 'jax\.random'": "Kernels cannot call JAX. Draw before the call, and pass the noise as an input.",
@@ -3903,12 +3911,12 @@ _ADVICE = {
     r"<class '(function|functools\.partial)'": (
         "A kernel can only call jitted functions. Decorate the helper with @numba.njit (for a GPU: @cuda.jit)."
     ),
-    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'> (for `frozenset`: <class 'type'>)
+    # Untyped global name 'params': Cannot determine Numba type of <class 'dict'>
     # A list as a global: The use of a reflected list(int64)<iv=None> type, assigned to variable 'a' in globals, ...
     # A list as a closure variable: <numba.core.base.OverloadSelector object at 0x7fd4f23e9f90>, (List(int64, True),)
     r"Untyped global name|' in globals|, \(List\(": (
         "A kernel can capture numbers, tuples, NumPy arrays and some builtins, but no dict, list or object. Pass its "
-        "values as inputs, or assign them: gain = params['gain']."
+        "values as inputs, or, outside of the kernel, assign them to variables: gain = params['gain']."
     ),
     # Cannot bind 'args=(...) kws={...}' to signature '(x, out, *, n=3)' due to "TypeError: ..."
     # tuple index out of range (Numba 0.63)
@@ -3958,16 +3966,23 @@ def _numba_array_members(array: _KernelArray) -> list[Any]:
 
 
 def _array_types(types_module: Any, signature: _Signature, readonly: bool = True) -> tuple[Any, ...]:
-    """Return the Numba types of all buffers: C-contiguous arrays.  If `readonly`, inputs are read-only.
+    """Return the Numba types of all buffers: C-contiguous arrays.
+
+    If `readonly`, inputs are read-only, unless an output is aliased to them.
 
     `types_module` is `numba.types`, or the same module of a Numba CUDA package.
     """
     array_types = []
     for buffer, (dtype, rank) in enumerate(zip(signature.dtypes, signature.ranks, strict=True)):
         element = types_module.boolean if dtype.kind == "b" else getattr(types_module, dtype.name)
-        is_input = buffer < signature.n_in
-        array_types.append(types_module.Array(element, rank, "C", readonly and is_input))
+        is_readonly = readonly and buffer in signature.unaliased_inputs
+        array_types.append(types_module.Array(element, rank, "C", is_readonly))
     return tuple(array_types)
+
+
+def _is_ufunc(kernel: Any) -> bool:
+    """Return whether a decorated kernel is a ufunc or gufunc of Numba, which is not a dispatcher."""
+    return not hasattr(kernel, "_can_compile")
 
 
 def _has_explicit_signatures(dispatcher: Any) -> bool:
@@ -3999,8 +4014,10 @@ def _compile_readonly_or_writable(
 
 def _uses_threads(overload: Any, kernel: Any) -> bool:
     """Return whether the machine code starts Numba's threads, or may call a parallel helper through a pointer."""
-    # The LLVM module lacks helpers that are called through pointers.
-    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in _kernel_and_helpers(kernel)[1:]):
+    # The LLVM module has the kernel and the helpers that it calls directly.  Of helpers that it may call through
+    # pointers, only the options are known.
+    _, *helpers = _kernel_and_helpers(kernel)
+    if any(getattr(helper, "targetoptions", {}).get("parallel") for helper in helpers):
         return True
     return "@numba_parallel_for(" in str(_llvm_module(overload))
 
@@ -4043,7 +4060,8 @@ class _NumbaEmitter(_Emitter):
         address = ir.handler_data.kernel_address  # the copy of `self.kernel_address` that the code reads when it runs
         with ir.each_slice(buffers, count) as arrays:
             params = [ir.llvm_value(member) for array in arrays for member in _numba_array_members(array)]
-            param_types = [nbtypes.intp] * len(params)  # members of arrays; pointers are integers here
+            # In machine code, an array is passed as its members.  Here each of them is an integer, also the pointers.
+            param_types = [nbtypes.intp] * len(params)
             pointer_type = call_conv.get_function_type(nbtypes.none, param_types).as_pointer()
             function = builder.inttoptr(address.value, pointer_type)
             status, _ = call_conv.call_function(builder, function, nbtypes.none, param_types, params)
@@ -4105,7 +4123,8 @@ def _fix_for_returned_type(numba_type: Any, dtype: np.dtype, rank: int) -> str:
         return fix
     if np.can_cast(returned_dtype, dtype, "same_kind"):
         return ""
-    return f"{fix}, or declare {jax.dtypes.canonicalize_dtype(returned_dtype)} in outs"  # of 32 bits, without x64
+    jax_dtype = jax.dtypes.canonicalize_dtype(returned_dtype)  # float32 for float64, if x64 is disabled
+    return f"{fix}, or declare {jax_dtype} in outs"
 
 
 # -- 7.6 Compiling -------------------------------------------------------------------------------------
@@ -4124,11 +4143,6 @@ def _check_no_object_mode(kernel: Any, title: str) -> None:
                 f"A kernel runs without Python. {title} uses Numba's object mode, which needs the GIL. Call Python "
                 "with jax.pure_callback, besides the kernel or instead of it."
             )
-
-
-def _is_ufunc(kernel: Any) -> bool:
-    """Return whether a decorated kernel is a ufunc or gufunc of Numba, which is not a dispatcher."""
-    return not hasattr(kernel, "_can_compile")
 
 
 @dataclasses.dataclass
@@ -4168,7 +4182,7 @@ class _NumbaCompiler:
         _check_no_object_mode(self.kernel, self.title)
         argument_map, overload = self._try_argument_maps(argument_maps)
         signature = self.signature
-        if argument_map.results:
+        if argument_map.returns_outputs:
             signature = signature._replace(zeroed=())  # every element of an output is stored
         emitter = _NumbaEmitter(signature.label, overload, self.kernel, in_order)
         compiled = _build_handler(signature, emitter)
@@ -4200,16 +4214,20 @@ class _NumbaCompiler:
         raise errors[0]
 
     def _compile_protecting_inputs(self, argument_map: _ArgumentMap) -> Any:
-        """Return a compiled function of all buffers that does not change inputs (8.1), or raise an error."""
+        """Return a compiled function of all buffers that does not change inputs, or raise an error.
+
+        This is the table at the top of 8.1.
+        """
         overload, readonly_error = self._compile_for_buffers(argument_map)
-        if not readonly_error and not _may_bypass_readonly(self.kernel):
-            return overload  # Numba rejects all stores to read-only arrays, and has found none
-        maybe_written = argument_map.maybe_written_buffers(self.only_read_positions)  # as Numba's IR shows
+        if readonly_error is None and not _may_bypass_readonly(self.kernel):
+            return overload  # without bypasses, Numba rejects all stores to read-only arrays, and it has found none
+        # The inputs that the kernel must not write to, and for which neither Numba's IR nor LLVM proves this:
+        maybe_written = argument_map.maybe_written_buffers(self.only_read_positions)
         maybe_written -= _buffers_only_read_in_llvm(overload, self.signature)
         maybe_written &= argument_map.protected_inputs(self.signature)
         if not maybe_written:
             return overload
-        if readonly_error and _is_store_to_readonly(readonly_error):
+        if readonly_error is not None and _is_store_to_readonly(readonly_error):
             names = argument_map.names_of(maybe_written, self.parameters)
             raise self._store_to_input_error(names, readonly_error) from readonly_error
         # It is unknown whether the kernel writes to these inputs.  For example, it passes one to a helper with an
@@ -4231,7 +4249,7 @@ class _NumbaCompiler:
 
         compile_kernel = functools.partial(self._compile_kernel, argument_map)
         returned_type, readonly_error = _compile_readonly_or_writable("Numba", compile_kernel, nbtypes, self.signature)
-        if argument_map.results:
+        if argument_map.returns_outputs:
             self._check_returned_values(argument_map.results, returned_type)
         else:
             self._check_returns_nothing(returned_type)
@@ -4299,14 +4317,15 @@ class _NumbaCompiler:
         values = _returned_leaves(returned_type).values()
         if len(values) != len(buffers):
             raise TypeError(
-                f"A kernel that takes only its inputs returns one value for each output. {self.title} returns "
-                f"{returned_type}, and has {_counted(len(buffers), 'output')} to return. Correct the `return`, or outs."
+                f"A kernel that takes only its inputs returns one value for each new output. {self.title} returns "
+                f"{returned_type}, and outs declares {_counted(len(buffers), 'new output')}. Correct the `return`, or "
+                "outs."
             )
         for value_type, buffer in zip(values, buffers, strict=True):
             dtype = self.signature.dtypes[buffer]
             rank = self.signature.ranks[buffer]
             if fix := _fix_for_returned_type(value_type, dtype, rank):
-                declared = f"array({dtype}, {rank}d, C)" if rank else dtype
+                declared = f"array({dtype}, {rank}d)" if rank else dtype
                 raise TypeError(
                     "A returned value has the rank that outs declares, and a dtype that NumPy casts to the declared "
                     f"one ('same_kind': float64 to float32, not float to int). {self.title} returns {value_type} for "
@@ -4315,10 +4334,12 @@ class _NumbaCompiler:
 
     def _check_outputs(self, argument_map: _ArgumentMap) -> None:
         """Raise an error if the kernel surely never stores to an output."""
-        if self.checks_outputs:
-            buffer_of = dict(argument_map.named_args(self.parameters))
-            stored = argument_map.maybe_written_buffers(self.only_read_positions)
-            _check_outputs_are_stored(self.title, buffer_of, stored, self.call, fix_index=":")
+        if not self.checks_outputs:
+            return
+        buffer_of = dict(argument_map.named_args(self.parameters))
+        maybe_stored = argument_map.maybe_written_buffers(self.only_read_positions)
+        # The error advises: `out[:] = ...`.
+        _check_outputs_are_stored(self.title, buffer_of, maybe_stored, self.call, fix_index=":")
 
 
 # -- 7.7 The wrapper -----------------------------------------------------------------------------------
@@ -4424,10 +4445,10 @@ def _may_bypass_readonly(kernel: Any) -> bool:
     """
     for function in _kernel_and_helpers(kernel):
         code = _code_of(function)
-        values = [function, *(value for _, value in _captured_values(function))]
-        names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in values)}
+        captured = [value for _, value in _captured_values(function)]
+        names = {*_referenced_names(code), *(getattr(value, "__name__", "") for value in captured)}
         # A gufunc stores to the arguments after its inputs.
-        calls_gufunc = any(hasattr(value, "gufunc_builder") for value in values)
+        calls_gufunc = any(hasattr(value, "gufunc_builder") for value in [function, *captured])
         # In Numba, a dict display is a typed dict.
         instructions = {x.opname for part in _code_and_nested(code) for x in dis.get_instructions(part)}
         builds_dict = instructions & {"BUILD_MAP", "BUILD_CONST_KEY_MAP"}
@@ -4437,7 +4458,7 @@ def _may_bypass_readonly(kernel: Any) -> bool:
 
 
 def _buffers_only_read_in_llvm(overload: Any, signature: _Signature) -> set[int]:
-    """Return the buffers to which an overload, a function of all buffers, does not write, as LLVM proves."""
+    """Return the buffers that an overload does not write to, as LLVM proves.  Its parameters are all buffers."""
     only_read = set()
     arguments = _optimized_llvm_function(overload).arguments
     _result_pointer, _exception_pointer = itertools.islice(arguments, 2)
@@ -4466,7 +4487,7 @@ def _optimized_llvm_function(overload: Any) -> Any:
 
 def _llvm_module(overload: Any) -> Any:
     """Return the LLVM module of an overload, with all that the function calls."""
-    # Overloads from Numba's cache have the first one only.
+    # Overloads from Numba's cache have no `_final_module`.
     return overload.library._shared_module or overload.library._final_module
 
 
@@ -4531,9 +4552,11 @@ class _VariableUses:
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
         self.names: dict[str, str] = {}  # {variable: the parameter, global or closure variable that it is}
+        # Below, keys are names, and values are `ir.Var`s.
         self.bases_of: dict[str, list] = collections.defaultdict(list)  # {variable: those that it may be a view of}
         self.maybe_stored: list = []  # the variables that may be stored to
-        for block in ssa.reconstruct_ssa(numba_ir).blocks.values():  # this changes `numba_ir` itself
+        # This also puts `numba_ir` itself into SSA form.
+        for block in ssa.reconstruct_ssa(numba_ir).blocks.values():
             for statement in block.body:
                 self._add(statement)
 
@@ -4640,9 +4663,9 @@ class _VariableUses:
 #
 #     kind         the statement or call                                     if its array may be an input
 #     exact        stores to the array of one parameter                      an error
-#     possible     perhaps only reads: a call of C++ code, a call of an      an error
-#                  unknown function, or a call that passes `x[i]` by
-#                  reference; the parameter may be one of several
+#     possible     may store, or only read: a call of C++ code or of an      an error
+#                  unknown function, or one that passes `x[i]` by
+#                  reference, even if several parameters are candidates
 #     ambiguous    stores to the array of one of several parameters          the kernel gets a copy (`_inputs_to_copy`)
 #
 # Ambiguous stores occur in correct kernels, such as those that swap two variables in a loop.  If such a store does go
@@ -4674,7 +4697,9 @@ class _View(NamedTuple):
     # An upper bound of the ndim of the view.  It decides whether `v[i]` is a view, or an element.  It is infinite if it
     # is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
     max_ndim: float
-    maybe_struct: bool  # whether the value may be a struct, as is assumed of each value that is read from a struct
+    # Whether the value may be a struct.  It is True for `box`, and for `box.pos`, because a field may be a struct, too.
+    # If it is True, `.size` may be an array, and an assignment of the value to `boxes[i]` stores views in `boxes`.
+    maybe_struct: bool
 
 
 class _Store(NamedTuple):
@@ -4747,8 +4772,9 @@ class _FunctionAnalysis:
         self.stores: list[_Store] = []
         for name, warp_type in _parameter_types(function).items():
             if max_ndim := _max_ndim(warp_type):
-                # If it is not an array, it is a struct, `Any` or a reference.
-                self.views[name] = {_View(name, max_ndim, maybe_struct=not _is_array_type(warp_type))}
+                # An array with unknown ndim has structs as elements.
+                maybe_struct = not _is_array_type(warp_type) or max_ndim == math.inf
+                self.views[name] = {_View(name, max_ndim, maybe_struct)}
 
     # -- views --
 
@@ -4791,8 +4817,8 @@ class _FunctionAnalysis:
                 indices = index.elts if isinstance(index, ast.Tuple) else [index]
                 n_removed = sum(map(self._removes_dimension, indices))
                 parts = (view._replace(max_ndim=view.max_ndim - n_removed) for view in self._views_in(owner))
-                # Without dimensions, it is an element instead of a view: a number, vector or matrix, or a struct, which
-                # contains no arrays, because JAX cannot pass arrays of structs with arrays.
+                # Without dimensions, it is an element instead of a view: a number, vector or matrix, or a struct
+                # without arrays.  (With arrays, `max_ndim` is infinite.)
                 return {view for view in parts if view.max_ndim > 0}
             case ast.Attribute(value=owner, attr=name):  # `x.size` is a number, but a struct may have an array `size`
                 return {view for view in self._views_in(owner) if view.maybe_struct or name not in _ARRAY_METADATA}
@@ -4813,13 +4839,13 @@ class _FunctionAnalysis:
         """Return whether an index selects one element of a dimension, unlike a slice."""
         if isinstance(index, ast.Slice):
             return False
-        # If the function references Python's `slice`, as in `s = slice(0, 2)`, any variable may be a slice.
+        # If the function references Python's `slice`, as in `s = slice(0, 2)`, any index but a constant may be a slice.
         return isinstance(index, ast.Constant) or "slice" not in self.captured
 
     def _views_in_result(self, node: ast.Call, callee: Any) -> set[_View]:
         """Return the views in the result of a call."""
         if _is_user_function(callee):
-            return self._views_from(node, callee, _RETURNED)
+            return self._translated_views(node, callee, _RETURNED)
         views = self._views_in_any(_arguments(node))
         match _effect(callee):
             case _Effect.RETURNS_ARGUMENT:  # perhaps in a struct
@@ -4833,12 +4859,15 @@ class _FunctionAnalysis:
         for parameter, warp_type in _parameter_types(callee).items():
             # Other arguments are passed by value, so assignments change only the variables of the function.
             if _is_reference(warp_type) or _is_warp_struct(getattr(warp_type, "dtype", None)):
-                views = self._views_from(node, callee, parameter)
+                views = self._translated_views(node, callee, parameter)
                 for argument in _arguments_for(node, callee, parameter):
                     self._assign(argument, views)
 
-    def _views_from(self, node: ast.Call, callee: Any, variable: str) -> set[_View]:
-        """Return the views in a variable of the called function, in terms of the parameters of this function."""
+    def _translated_views(self, node: ast.Call, callee: Any, variable: str) -> set[_View]:
+        """Return the views in a variable of the called function, in terms of the parameters of this function.
+
+        For example, if `tail(a)` returns a view of `a`, the result of `tail(x)` has the views in `x`.
+        """
         # The ndim comes from the declared types of the called function.  That of an argument may be unknown.
         return {
             _View(view.parameter, inner.max_ndim, inner.maybe_struct or view.maybe_struct)
@@ -4868,7 +4897,7 @@ class _FunctionAnalysis:
         return len(self.stores)
 
     def _views_stored_to(self, target: ast.expr) -> set[_View]:
-        """Return the views to which an assignment to a target may store, to one of them.
+        """Return the views of which an assignment to a target may store to one.
 
         x[i] = 1.0, x[i].y = 1.0    the views in `x`
         x[i][0] = 1.0               the views in `x`, because `x[i]` may be a vector, and in `x[i]`, if it is a row
@@ -4944,11 +4973,13 @@ def _check_stores(
         )
     if wrapper.options.checks_outputs:
         stored = {buffer for name, buffer in buffer_of.items() if name in analysis.stores}
-        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")  # Write `out[i] = ...`.
+        # The error advises: `out[i] = ...`.
+        _check_outputs_are_stored(wrapper.title, buffer_of, stored, call, fix_index="i")
 
 
 # -- 8.4 Warp: lookups for 8.2, of types, called functions and arguments -------------------------------
-# Sections 10 and 13 use some of them, too.  Warp is an optional package.  It is loaded, because there is a kernel.
+# Sections 10 and 13 use some of them, too.  Warp is optional, but where there is a kernel, it is loaded.  So its
+# modules are in `sys.modules`.
 
 
 def _parameter_types(function: Any) -> dict[str, Any]:
@@ -4976,6 +5007,8 @@ def _max_ndim(warp_type: Any) -> float:
         return max((_max_ndim(field.type) for field in warp_type.vars.values()), default=0)
     if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
         return 0
+    if _is_array_type(warp_type) and _is_warp_struct(warp_type.dtype) and _max_ndim(warp_type.dtype):
+        return math.inf  # an array of structs with arrays
     return getattr(warp_type, "ndim", math.inf)
 
 
@@ -5036,7 +5069,7 @@ class _Effect(enum.Enum):
     UNKNOWN = "may store to all arguments"
 
 
-# Warp's builtins with array parameters.  Those that are not listed have unknown effects.
+# Warp's builtins with array parameters, or parameters of any type.  Those that are not listed have unknown effects.
 _BUILTINS = {
     _Effect.READS: "len lower_bound print printf sample_cdf tile_load tile_load_indexed volume_sample_index "
     "volume_sample_grad_index",
@@ -5056,8 +5089,8 @@ def _effect(callee: Any) -> _Effect:
         return _Effect.RETURNS_ARGUMENT
     if not _is_warp_function(callee):  # for example, a function that is an argument
         return _Effect.UNKNOWN
-    overloads = [callee, *callee.overloads]
-    warp_types = itertools.chain(*(overload.input_types.values() for overload in overloads))
+    builtins_with_name = [callee, *callee.overloads]
+    warp_types = itertools.chain(*(builtin.input_types.values() for builtin in builtins_with_name))
     takes_arrays = any(warp_type is Any or _is_array_type(warp_type) for warp_type in warp_types)
     return _EFFECTS.get(callee.key, _Effect.UNKNOWN if takes_arrays else _Effect.READS)
 
