@@ -9083,11 +9083,15 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 
 
 # -- 13.1 Gradients that Warp gets wrong ---------------------------------------------------------------
-# Warp does not unroll a loop that is long, has a `break`, or has no constant length.  Such a loop is dynamic.  Warp's
-# adjoint of a function first repeats the function, without its stores to arrays and without its dynamic loops.  Then it
-# goes back through the statements, and computes gradients from the values of the variables.  At a dynamic loop, it goes
-# through the iterations, those of a `for` backwards and those of a `while` forwards.  It repeats each iteration, and
-# then computes its gradients.  Some variables then have wrong values, of which Warp does not warn.  For example:
+# The adjoint of a function is the function that Warp generates to compute its gradients.  It has two passes:
+#
+# 1. Forward: it repeats the function, without stores to arrays, and without dynamic loops.  A loop is dynamic if Warp
+#    does not unroll it: it has a `break`, no constant length, or more than `max_unroll` iterations.
+# 2. Backward: it goes back through the statements, and computes gradients from the values of the variables.  At a
+#    dynamic loop, it goes through the iterations, those of a `for` backwards and those of a `while` forwards.  It
+#    repeats each iteration, and then computes its gradients.
+#
+# So some variables have wrong values in the second pass.  Warp does not warn of this.  For example:
 #
 #     s = float(1.0)
 #     for j in range(x.shape[0]):
@@ -9104,8 +9108,8 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 #     new `s`, which the adjoint uses       1 * 5 = 5    5 * 3 = 15    15 * 2 = 30
 #     gradient by the adjoint               5 * 1 = 5    15 * 5 = 75   30 * 15 = 450
 #
-# A sum such as `s += x[j]` is correct, because its adjoint uses no values.  A `for` loop with `break` is wrong even for
-# a sum: from the last iteration of its range, the adjoint goes back only to the `break`.
+# A sum such as `s += x[j]` is correct, because its adjoint uses no values.  But a loop with `break` may be wrong even
+# for a sum.  In a `for`, the adjoint starts at the end of the range, and goes back only to the `break`.
 #
 # Values that are wrong in the adjoint are called stale here:
 #
@@ -9114,15 +9118,21 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 #   A store is `out[i] = ...` or `out[i] += ...` here, because both change elements that were read before.
 # - all that is computed from stale values
 #
-# `_GradientCheck` finds the operations whose adjoints use stale values.  It misses the state of random numbers in
-# dynamic loops, `continue` in unrolled loops (Warp < 1.19), and elements that an atomic operation, a called function or
-# the next iteration changes later.  It may warn of a long loop that Warp unrolls because of a `wp.static`, and of some
-# correct `while` loops.  The tests compare its verdicts with JAX and finite differences on CPUs (Warp 1.14, 1.16, 1.18
-# and 1.19).
+# `_GradientCheck` finds the operations whose adjoints use stale values.  It does not find:
+#
+# - random numbers in dynamic loops, whose state is stale
+# - `continue` in unrolled loops (Warp < 1.19)
+# - elements that are read, and changed later by an atomic operation, a called function, or the next iteration:
+#       for j in range(n): out[i] = 2.0 * y[j] * out[i - 1]     # another thread or iteration changes out[i - 1]
+#
+# It may warn without need of an element that is read before a store to another element, of a loop that Warp unrolls
+# because of a `wp.static`, and of some `while` loops.  The tests compare its verdicts with JAX and finite differences
+# on CPUs (Warp 1.14, 1.16, 1.18 and 1.19).
 
-_CHECKED_KERNELS: Any = weakref.WeakSet()
+_CHECKED_KERNELS: Any = weakref.WeakSet()  # each kernel is checked once, for all arrays of floats
 
-# Builtins without an adjoint in Warp (`is_differentiable` is false) whose derivatives are not zero.
+# Builtins without an adjoint in Warp 1.14 to 1.19 (`is_differentiable` is false) whose derivatives are not zero, such
+# as those of `randf(state, low, high)` with respect to its bounds.
 _WITHOUT_ADJOINT = frozenset(
     "frac randf store atomic_exch atomic_cas tile_max tile_min tile_reduce tile_sort tile_full tile_from_thread "
     "tile_scan_inclusive tile_scan_exclusive tile_scan_max_inclusive tile_scan_min_inclusive tile_diag_add "
@@ -9131,7 +9141,7 @@ _WITHOUT_ADJOINT = frozenset(
 )
 _ATOMIC_SUMS = ("atomic_add", "atomic_sub")
 
-# The advice of the warnings.  {} is the largest number of iterations of a loop that Warp unrolls.
+# The advice of the warnings.  {} is `max_unroll`.
 _STALE_ADVICE = (
     "If a loop assigns it, give the loop a constant length of at most {}. If it counts the iterations of a `while`, "
     "write a `for`. If the loop only adds, move it into a wp.func that returns the sum. If it is read from an output, "
@@ -9152,8 +9162,8 @@ _NO_ADJOINT_ADVICE = "Replace it by functions with an adjoint, or compute this p
 class _GradientCheck:
     """A search of a kernel or helper of Warp for operations whose adjoints are wrong.
 
-    `check_block` goes through statements in their order, and adds to `problems`.  After
-    `for j in range(x.shape[0]): s = s * x[j]`:
+    `check_block` goes through statements in their order, and adds to `problems`.  For example, after the loop above, in
+    a kernel with the arrays `x` and `out`:
 
         active    {"x", "out", "s"}    # `s` is computed from `x`
         stale     {"s", "j"}           # the loop assigns them
@@ -9161,18 +9171,20 @@ class _GradientCheck:
 
     def __init__(self, function: Any, parameters: set[str], max_unroll: int) -> None:
         self.adjoint = function.adj
-        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant length
+        self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant number of iterations
         self.problems: dict[str, str] = {}  # {line: text of a warning about its first problem}
         self.constants = _referenced_variables(_py_func(function))  # {captured or constant local variable: its value}
         self.stale: set[str] = set()  # the stale variables, without arrays
-        self.arrays = {x.label for x in function.adj.args if _is_array_type(x.type)}  # never in `stale`
-        nodes = [x for x in ast.walk(function.adj.tree) if isinstance(x, (ast.Assign, ast.AugAssign))]
-        assignments = [(_assigned_names(x), x) for x in nodes]
-        self.last_stores = {  # {array: line of its last store, or 0}
-            array: max([0, *(x.end_lineno or 0 for names, x in assignments if array in names)]) for array in self.arrays
-        }
-        self.active = parameters.copy()  # the parameters with gradients, and all variables that are computed from them
-        while found := _union(names for names, x in assignments if self.is_active(x.value)) - self.active - self.arrays:
+        self.arrays = {arg.label for arg in function.adj.args if _is_array_type(arg.type)}  # never in `stale`
+        nodes = [node for node in ast.walk(function.adj.tree) if isinstance(node, (ast.Assign, ast.AugAssign))]
+        assignments = [(_assigned_names(node), node) for node in nodes]
+        self.last_stores = dict.fromkeys(self.arrays, 0)  # {array: line of its last store, or 0}
+        for names, node in assignments:
+            for array in names & self.arrays:
+                self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
+        # The parameters with gradients, and all variables that are computed from them.  Until there are no more:
+        self.active = parameters.copy()
+        while found := _union(x for x, node in assignments if self.is_active(node.value)) - self.active - self.arrays:
             self.active |= found
 
     def check_block(self, statements: Iterable[ast.stmt]) -> None:
@@ -9181,8 +9193,8 @@ class _GradientCheck:
             if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
                 updated = ast.BinOp(node.target, node.op, node.value)
                 node = ast.Assign([node.target], ast.copy_location(updated, node))
-            # This includes the test of a `while`, which is right whatever its own loop assigns, because the adjoint
-            # repeats the iterations of a `while` from the first one on.
+            # The test of a `while` is checked here, before the variables that its loop assigns become stale.  It is
+            # right in the adjoint, which goes through the iterations from the first one on.
             self.check_operations(node)
             match node:
                 case ast.Assign(targets=[target], value=value):
@@ -9193,6 +9205,7 @@ class _GradientCheck:
                     after_body, self.stale = self.stale, before
                     self.check_block(orelse)
                     self.stale |= after_body
+                    self.constants |= dict.fromkeys(_assigned_names(node))  # the value depends on the branch
                 case ast.For() | ast.While():
                     self.check_loop(node)
                 case ast.Break():
@@ -9208,21 +9221,27 @@ class _GradientCheck:
         if isinstance(target, ast.Name):
             self.constants[target.id] = self.constant(value)
 
-    def check_loop(self, loop: Any) -> None:
+    def check_loop(self, loop: ast.For | ast.While) -> None:
         """Check the body of a loop once, or, if Warp unrolls the loop, once for each index."""
         unrolled = self.unrolled_range(loop)
+        indices: Iterable = [None] if unrolled is None else unrolled  # None: an index that is not constant
         assigned = _assigned_names(loop) - self.arrays if unrolled is None else set()
-        for index in [None] if unrolled is None else unrolled:  # None is not constant
+        for index in indices:
             self.stale |= assigned  # at the start of an iteration
-            if not isinstance(loop, ast.While):
-                self.stale.discard(loop.target.id)
-                self.constants[loop.target.id] = index
+            self.constants |= dict.fromkeys(assigned)
+            match loop:
+                case ast.For(target=ast.Name(id=variable)):
+                    self.stale.discard(variable)
+                    self.constants[variable] = index
             self.check_block(loop.body)
         self.stale |= assigned  # after the loop
 
     def unrolled_range(self, loop: Any) -> range | None:
-        """Return the indices of a loop that Warp unrolls, or None for a dynamic loop."""
-        # If there is no `range`, or an argument is not constant, this raises an exception.
+        """Return the indices of a loop that Warp unrolls, or None for a dynamic loop.
+
+        A loop with `break` is reported anyway, so it does not matter that it is dynamic.
+        """
+        # For a `while`, or if an argument of `range` is not constant, this raises an exception.
         with contextlib.suppress(AttributeError, TypeError, ValueError):
             indices = range(*map(self.constant, loop.iter.args))
             return indices if len(indices) <= self.max_unroll else None
@@ -9252,7 +9271,10 @@ class _GradientCheck:
                     self.report(node, f"uses a wrong value of {stale!r} in", _STALE_ADVICE)
 
     def report(self, node: Any, problem: str, advice: str) -> None:
-        """Add a problem, unless its line has one already."""
+        """Add a problem, unless its line has one already.  For example:
+
+        Warp's adjoint uses a wrong value of 's' in `s * x[j]` (line 9 of kernels.py). If a loop assigns it, ...
+        """
         line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
         source = ast.unparse(node).partition("\n")[0]  # of an `if` or a loop, the first line
         text = f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice.format(self.max_unroll)}"
@@ -9261,9 +9283,9 @@ class _GradientCheck:
     def residuals(self, node: ast.AST) -> list[ast.expr]:
         """Return the residuals of a statement or expression: the parts whose values its adjoint uses.
 
-        Other parts may be stale.  Tests and indices come first, because they are checked in inactive expressions, too.
-        For example, `_operands` does not yield the indices of `x[n[j]]`, so `j` is found only when the inactive part
-        `n[j]` is checked.
+        Other parts may be stale.  Tests and indices come first, because they are also checked in inactive expressions.
+        For example, the residual of `x[n[j]]` is `n[j]`, in which `_operands` finds `n`, but no index.  The residual of
+        `n[j]`, which is inactive, is `j`.
         """
         match node:
             case ast.If(test=x) | ast.While(test=x) | ast.IfExp(test=x) | ast.For(iter=x) | ast.Subscript(slice=x):
@@ -9323,7 +9345,10 @@ def _assigned_names(node: ast.AST) -> set[str]:
 
 
 def _warn_of_wrong_gradients(kernel: Any, float_arrays: set[str], title: str) -> None:
-    """Warn of the operations of a kernel and its helpers whose adjoints are wrong, once for each kernel."""
+    """Warn of the operations of a kernel and its helpers whose adjoints are wrong, once for each kernel.
+
+    `float_arrays` are the parameters of the kernel that are arrays of floats.  They are the same in all calls.
+    """
     if kernel in _CHECKED_KERNELS:
         return
     _CHECKED_KERNELS.add(kernel)
@@ -9362,18 +9387,20 @@ def _warn_of_deferred_static(kernel: Any, title: str) -> None:
         f, g = make((1.0, 2.0)), make((3.0, 4.0))    # kernels of one module
 
     Before it builds them, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects
-    such as the tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of them, at random, and adds
+    such as the tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of the two, and adds
     the values to its `deferred_static_expressions`.  The other kernel has none there, and may run the code of the first
     (Warp 1.14, 1.16, 1.18 and 1.19, also with `wp.launch`).
 
-    The caller has let Warp hash the kernels of the module again (`_rehash`).
+    The caller has let Warp hash the kernels of the module again (`_rehash`).  There may be a warning without need if
+    the kernels also differ in a value that Warp hashes, such as a captured number.
     """
+    has_deferred_statics = kernel.adj.has_unresolved_static_expressions
     was_built = bool(kernel.adj.deferred_static_expressions)
-    if was_built or not kernel.adj.has_unresolved_static_expressions:  # the latter are the deferred statics
+    if not has_deferred_statics or was_built:
         return
     with _WARP_LOCK:
-        similar = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
-    if len({_captured_key(other.func) for other in [kernel, *similar]}) > 1:
+        same_source = [other for other in kernel.module._get_live_kernels() if other.adj.source == kernel.adj.source]
+    if len({_captured_key(other.func) for other in same_source}) > 1:
         warnings.warn(
             f"{title} may run the code of another kernel. Warp takes kernels of one module for the same kernel if they "
             "differ only in the value of a wp.static in a loop, and another kernel of this module differs only in "
