@@ -9078,8 +9078,8 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 # ======================================================================================================
 # 13. Warnings about Warp kernels: gradients that Warp gets wrong, and deferred statics.
 #
-# Section 10 calls `_warn_of_wrong_gradients` and `_warn_of_deferred_static`.  Nothing else uses this section, so it can
-# be deleted together with these two calls.
+# Section 10 calls `_warn_of_wrong_gradients` and `_warn_of_deferred_static`.  Nothing else uses 13.1 and 13.2, so they
+# can be deleted together with these two calls.
 
 
 # -- 13.1 Gradients that Warp gets wrong ---------------------------------------------------------------
@@ -9114,25 +9114,25 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 # Values that are wrong in the adjoint are called stale here:
 #
 # - the variables that a dynamic loop assigns: after the loop, and in each iteration until they are assigned
-# - the elements of an output that are read before the last store to it, because the adjoint reads the final elements.
-#   A store is `out[i] = ...` or `out[i] += ...` here, because both change elements that were read before.
+# - the elements of an array that are read before the last store to it, because the adjoint reads the final elements.
+#   `out[i] = ...` and `out[i] += ...` count as stores, `wp.atomic_add` does not.
 # - all that is computed from stale values
 #
 # `_GradientCheck` finds the operations whose adjoints use stale values.  It does not find:
 #
 # - random numbers in dynamic loops, whose state is stale
 # - `continue` in unrolled loops (Warp < 1.19)
-# - elements that are read, and changed later by an atomic operation, a called function, or the next iteration:
-#       for j in range(n): out[i] = 2.0 * y[j] * out[i - 1]     # another thread or iteration changes out[i - 1]
+# - elements that are read, and changed later by an atomic operation, a called function, or an earlier line in the next
+#   iteration, as in `for j in range(9): out[j] = y[j]; s += out[j + 1] * out[j + 1]`
 #
-# It may warn without need of an element that is read before a store to another element, of a loop that Warp unrolls
-# because of a `wp.static`, and of some `while` loops.  The tests compare its verdicts with JAX and finite differences
-# on CPUs (Warp 1.14, 1.16, 1.18 and 1.19).
+# It may warn without need of an element that is read before a store to another element, of a `break` in a loop without
+# gradients, of a loop that Warp unrolls because of a `wp.static`, and of some `while` loops.  The tests compare its
+# verdicts with JAX and finite differences on CPUs.  All of section 13 was checked with Warp 1.14, 1.16, 1.18 and 1.19.
 
 _CHECKED_KERNELS: Any = weakref.WeakSet()  # each kernel is checked once, for all arrays of floats
 
-# Builtins without an adjoint in Warp 1.14 to 1.19 (`is_differentiable` is false) whose derivatives are not zero, such
-# as those of `randf(state, low, high)` with respect to its bounds.
+# Builtins without an adjoint in Warp (`is_differentiable` is false) whose derivatives are not zero, such as those of
+# `randf(state, low, high)` with respect to its bounds.  Chosen by hand.
 _WITHOUT_ADJOINT = frozenset(
     "frac randf store atomic_exch atomic_cas tile_max tile_min tile_reduce tile_sort tile_full tile_from_thread "
     "tile_scan_inclusive tile_scan_exclusive tile_scan_max_inclusive tile_scan_min_inclusive tile_diag_add "
@@ -9170,10 +9170,12 @@ class _GradientCheck:
     """
 
     def __init__(self, function: Any, parameters: set[str], max_unroll: int) -> None:
-        self.adjoint = function.adj
+        self.filename = function.adj.filename
+        self.first_line = function.adj.fun_lineno
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant number of iterations
         self.problems: dict[str, str] = {}  # {line: text of a warning about its first problem}
-        self.constants = _referenced_variables(_py_func(function))  # {captured or constant local variable: its value}
+        # {captured or local variable: its value, or None if it is not constant}
+        self.constants = _referenced_variables(_py_func(function))
         self.stale: set[str] = set()  # the stale variables, without arrays
         self.arrays = {arg.label for arg in function.adj.args if _is_array_type(arg.type)}  # never in `stale`
         nodes = [node for node in ast.walk(function.adj.tree) if isinstance(node, (ast.Assign, ast.AugAssign))]
@@ -9182,17 +9184,21 @@ class _GradientCheck:
         for names, node in assignments:
             for array in names & self.arrays:
                 self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
-        # The parameters with gradients, and all variables that are computed from them.  Until there are no more:
+        # The parameters with gradients, and all variables that are computed from them.
         self.active = parameters.copy()
-        while found := _union(x for x, node in assignments if self.is_active(node.value)) - self.active - self.arrays:
-            self.active |= found
+        n_before = 0
+        while n_before != len(self.active):  # repeat until no variable is added
+            n_before = len(self.active)
+            for names, node in assignments:
+                if self.is_active(node.value):
+                    self.active |= names - self.arrays
 
     def check_block(self, statements: Iterable[ast.stmt]) -> None:
         """Check the operations of statements, one after the other, and update the stale variables."""
         for node in statements:
             if isinstance(node, ast.AugAssign):  # `x += y` is `x = x + y`
-                updated = ast.BinOp(node.target, node.op, node.value)
-                node = ast.Assign([node.target], ast.copy_location(updated, node))
+                new_value = ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
+                node = ast.Assign([node.target], new_value)
             # The test of a `while` is checked here, before the variables that its loop assigns become stale.  It is
             # right in the adjoint, which goes through the iterations from the first one on.
             self.check_operations(node)
@@ -9200,12 +9206,15 @@ class _GradientCheck:
                 case ast.Assign(targets=[target], value=value):
                     self.assign(target, value)
                 case ast.If(body=body, orelse=orelse):
-                    before = self.stale.copy()
+                    stale_before = self.stale.copy()
+                    constants_before = self.constants.copy()
                     self.check_block(body)
-                    after_body, self.stale = self.stale, before
+                    stale_after_body = self.stale
+                    self.stale = stale_before
+                    self.constants = constants_before
                     self.check_block(orelse)
-                    self.stale |= after_body
-                    self.constants |= dict.fromkeys(_assigned_names(node))  # the value depends on the branch
+                    self.stale |= stale_after_body
+                    self.constants |= dict.fromkeys(_assigned_names(node))  # the values depend on the branch
                 case ast.For() | ast.While():
                     self.check_loop(node)
                 case ast.Break():
@@ -9223,9 +9232,11 @@ class _GradientCheck:
 
     def check_loop(self, loop: ast.For | ast.While) -> None:
         """Check the body of a loop once, or, if Warp unrolls the loop, once for each index."""
-        unrolled = self.unrolled_range(loop)
-        indices: Iterable = [None] if unrolled is None else unrolled  # None: an index that is not constant
-        assigned = _assigned_names(loop) - self.arrays if unrolled is None else set()
+        indices = self.unrolled_indices(loop)
+        assigned: set[str] = set()
+        if indices is None:
+            indices = [None]  # of a dynamic loop, one iteration is checked, in which the index is not constant
+            assigned = _assigned_names(loop) - self.arrays
         for index in indices:
             self.stale |= assigned  # at the start of an iteration
             self.constants |= dict.fromkeys(assigned)
@@ -9236,15 +9247,17 @@ class _GradientCheck:
             self.check_block(loop.body)
         self.stale |= assigned  # after the loop
 
-    def unrolled_range(self, loop: Any) -> range | None:
+    def unrolled_indices(self, loop: ast.For | ast.While) -> Sequence | None:
         """Return the indices of a loop that Warp unrolls, or None for a dynamic loop.
 
-        A loop with `break` is reported anyway, so it does not matter that it is dynamic.
+        Loops with `break` are not distinguished, because the `break` is reported in any case.
         """
-        # For a `while`, or if an argument of `range` is not constant, this raises an exception.
-        with contextlib.suppress(AttributeError, TypeError, ValueError):
-            indices = range(*map(self.constant, loop.iter.args))
-            return indices if len(indices) <= self.max_unroll else None
+        match loop:
+            case ast.For(iter=ast.Call(args=bounds)):  # Warp accepts no other functions than `range`
+                # If a bound is not constant, or if there are too many indices, there is an exception.
+                with contextlib.suppress(TypeError, ValueError, OverflowError):
+                    indices = range(*map(self.constant, bounds))
+                    return indices if len(indices) <= self.max_unroll else None
         return None
 
     def constant(self, node: ast.expr) -> Any:
@@ -9263,8 +9276,8 @@ class _GradientCheck:
                 if name in _WITHOUT_ADJOINT:
                     self.report(node, "takes 0 for the derivative of", _NO_ADJOINT_ADVICE)
                 # An atomic sum has an adjoint for the value that it adds, but not for the old value that it returns.
-                is_unused = isinstance(statement, ast.Expr) and statement.value is node
-                if name in _ATOMIC_SUMS and not is_unused:
+                uses_result = not (isinstance(statement, ast.Expr) and statement.value is node)
+                if name in _ATOMIC_SUMS and uses_result:
                     self.report(node, "takes 0 for the derivative of the result of", _ATOMIC_ADVICE)
             for value in self.residuals(node):
                 if stale := self.find_stale(value):
@@ -9275,7 +9288,7 @@ class _GradientCheck:
 
         Warp's adjoint uses a wrong value of 's' in `s * x[j]` (line 9 of kernels.py). If a loop assigns it, ...
         """
-        line = f"line {node.lineno + self.adjoint.fun_lineno - 1} of {self.adjoint.filename}"
+        line = f"line {node.lineno + self.first_line - 1} of {self.filename}"
         source = ast.unparse(node).partition("\n")[0]  # of an `if` or a loop, the first line
         text = f"Warp's adjoint {problem} `{source:.60}` ({line}). {advice.format(self.max_unroll)}"
         self.problems.setdefault(line, text)
@@ -9283,9 +9296,8 @@ class _GradientCheck:
     def residuals(self, node: ast.AST) -> list[ast.expr]:
         """Return the residuals of a statement or expression: the parts whose values its adjoint uses.
 
-        Other parts may be stale.  Tests and indices come first, because they are also checked in inactive expressions.
-        For example, the residual of `x[n[j]]` is `n[j]`, in which `_operands` finds `n`, but no index.  The residual of
-        `n[j]`, which is inactive, is `j`.
+        Other parts may be stale without harm.  Tests and indices come first, because they are also checked in inactive
+        expressions.  An index is a residual of its own subscript only: `x[n[j]]` has `n[j]`, and `n[j]` has `j`.
         """
         match node:
             case ast.If(test=x) | ast.While(test=x) | ast.IfExp(test=x) | ast.For(iter=x) | ast.Subscript(slice=x):
@@ -9293,7 +9305,7 @@ class _GradientCheck:
             case ast.expr() if not self.is_active(node):
                 return []  # it has no gradient
             case ast.BinOp(left=left, op=ast.Mult() | ast.MatMult(), right=right):
-                # adj_left += adj * right, and adj_right += adj * left, of which an inactive factor needs none.
+                # adj_left += adj * right, and adj_right += adj * left: an active factor needs the other one's value.
                 return [other for factor, other in ((left, right), (right, left)) if self.is_active(factor)]
             case ast.BinOp(left=left, op=ast.Div(), right=right):
                 # adj_left += adj / right, and adj_right -= adj * left / right**2.
@@ -9306,10 +9318,10 @@ class _GradientCheck:
                 return []  # casts and constructors of vectors are linear
             case ast.BinOp(op=ast.Pow()) | ast.Call():
                 return [node]  # all operands
-        return []
+        return []  # sums, negation, `%`, comparisons and other nodes, whose adjoints use no values
 
-    def builtin_name(self, call: ast.Call) -> str:
-        return _builtin_name(_callee(call.func, self.constants))
+    def builtin_name(self, node: ast.Call) -> str:
+        return _builtin_name(_callee(node.func, self.constants))
 
     def is_active(self, node: ast.AST) -> bool:
         """Return whether an expression is computed from values with gradients."""
@@ -9351,20 +9363,20 @@ def _warn_of_wrong_gradients(kernel: Any, float_arrays: set[str], title: str) ->
     """
     if kernel in _CHECKED_KERNELS:
         return
-    _CHECKED_KERNELS.add(kernel)
     is_int = sys.modules["warp"].types.type_is_int
     problems = {}
-    for function in _warp_analysis(kernel).analyses:
+    for function in _warp_analysis(kernel).analyses:  # the kernel and its helpers
         parameters = float_arrays
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
             parameters = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
         check = _GradientCheck(function, parameters, _warp_options(kernel)["max_unroll"])
         check.check_block(function.adj.tree.body[0].body)
         problems.update(check.problems)
+    _CHECKED_KERNELS.add(kernel)
     for problem in problems.values():
         warnings.warn(
-            f"{title}: the gradient may be wrong. {problem} Then check the gradient of a function f that calls this "
-            'kernel: import jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
+            f"{title}: the gradient may be wrong. {problem} To check the gradient of a function f that calls "
+            'this kernel: import jax.test_util; jax.test_util.check_grads(f, args, order=1, modes=["rev"], eps=1e-3).',
             skip_file_prefixes=_INTERNAL_FILE_PREFIXES,
         )
 
@@ -9388,11 +9400,11 @@ def _warn_of_deferred_static(kernel: Any, title: str) -> None:
 
     Before it builds them, it hashes the kernels.  The hash covers neither the values of deferred statics nor objects
     such as the tuple `table`.  So `f` and `g` have the same hash, and Warp builds only one of the two, and adds
-    the values to its `deferred_static_expressions`.  The other kernel has none there, and may run the code of the first
-    (Warp 1.14, 1.16, 1.18 and 1.19, also with `wp.launch`).
+    the values to the `adj.deferred_static_expressions` of this one.  The other kernel may run its code, also with
+    `wp.launch`.
 
-    The caller has let Warp hash the kernels of the module again (`_rehash`).  There may be a warning without need if
-    the kernels also differ in a value that Warp hashes, such as a captured number.
+    The caller has called `_rehash`, so that `has_unresolved_static_expressions` is up to date.  There may be a warning
+    without need if the kernels also differ in a value that Warp hashes, such as a captured number.
     """
     has_deferred_statics = kernel.adj.has_unresolved_static_expressions
     was_built = bool(kernel.adj.deferred_static_expressions)
@@ -9415,8 +9427,8 @@ def _captured_key(function: Any) -> tuple:
     return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
-# ======================================================================================================
-# The end of section 13.  The self-check of section 12 runs after all definitions, because it uses all sections.
+# -- 13.3 The end of the file --------------------------------------------------------------------------
+# The self-check (section 12) runs after all definitions, because it uses all sections.
 
 if __name__ == "__main__":
     sys.exit(_self_check())
