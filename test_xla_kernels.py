@@ -1202,6 +1202,13 @@ def test_defaults_of_wrapped_kernel_distinguish_kernels():
     assert result_of(wrapping) == 4.125
 
 
+def test_fields_of_captured_named_tuples_distinguish_kernels():
+    """The classes have the same name, and the tuples are equal."""
+    for fields, expected in ("first second", 2), ("second first", 3):
+        pair = collections.namedtuple("Pair", fields)(2, 3)
+        assert result_of(kernel_storing("pair.first", pair=pair)) == expected
+
+
 def test_boundscheck_of_numba_config_recompiles_kernel(monkeypatch):
     kernel = kernel_storing("x[x.size] + 0.375")
     jax.eval_shape(wrap(kernel), ONES)
@@ -1216,6 +1223,17 @@ def test_numba_options_distinguish_kernels_of_equal_code():
     divides = kernel_storing("1 / (x[0] - 1)")
     assert result_of(numba.njit(error_model="numpy")(divides)) == math.inf
     assert "ZeroDivisionError" in error_of(wrap(numba.njit(divides)), ONES)
+
+
+def test_kernel_with_compiler_pipeline_does_not_share_code_of_equal_kernel():
+    class Rejects(numba.core.compiler.Compiler):
+        def define_pipelines(self):
+            raise numba.TypingError("by the pipeline")
+
+    kernel = kernel_storing("x[0] + 0.625")
+    assert result_of(numba.njit(kernel)) == 1.625
+    with pytest.raises(TypeError, match="by the pipeline"):
+        wrap(numba.njit(pipeline_class=Rejects)(kernel))(ONES)
 
 
 def test_globals_are_read_once_per_compiled_signature():
@@ -1290,6 +1308,17 @@ def test_modified_captured_array_recompiles_kernel(size, step):
     assert result_of(kernel_storing("array[0]", array=equal)) == 1
 
 
+def test_recompiled_helper_recompiles_kernel():
+    """Until it is recompiled, the helper keeps the number with which it was compiled."""
+    helper = jitted_helper("a + number", number=1)
+    add_number = lambda: result_of(kernel_storing("helper(x[0])", helper=helper))
+    assert add_number() == 2
+    helper.py_func.__globals__["number"] = 5
+    assert add_number() == 2
+    helper.recompile()
+    assert add_number() == 6
+
+
 def test_cycles_of_captured_values_are_traversed_once():
     """There are millions of paths through the modules.  `x.size` does not reference the global list `size`."""
     recursive = [1.0]
@@ -1333,6 +1362,7 @@ def test_wrapper_without_module_variable_is_pickled_by_value(monkeypatch):
 
     of_main = wrap(function_from("def kernel(x, out): out[0] = x[0] / 2", __name__="__main__"))
     monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    monkeypatch.setattr("builtins._", of_main, raising=False)  # the last result at the prompt
     for kernel in (wrap(halve), of_main):
         assert another_process().submit(kernel, ONES).result()[0] == 0.5
 
@@ -1431,6 +1461,12 @@ def test_empty_batch_traced_with_x64_may_be_lowered_without():
     with x64(True):
         traced = jax.jit(jax.vmap(add_one)).trace(np.zeros((0, 3)))
     assert "-> (tensor<0x3xf64>" in traced.lower().as_text()
+
+
+def test_batch_of_empty_arrays_runs_kernel():
+    """Without side effects, XLA would remove the call, because its result is empty."""
+    fail = wrap(kernel_from_body("raise ValueError('called')"), has_side_effect=True)
+    assert "called" in error_of(jax.vmap(fail), np.zeros((4, 0)))
 
 
 C_FUNCTIONS = {
@@ -1899,6 +1935,17 @@ def test_second_process_loads_cached_kernels_and_checks_them(tmp_path):
         *same, was_cached, compiled = elsewhere[i]
         assert same == [result, UNSORTED] and was_cached
         assert not compiled & {"store_in", "copy_elements", *[f"kernel_{k}" for k in range(1, len(here))]}
+
+
+def test_uncached_kernel_does_not_share_code_of_equal_cached_kernel(tmp_path):
+    """The file of the cache keeps the number of the first round.  Numba caches only functions that have a file."""
+    path = tmp_path / "kernels.py"
+    path.write_text("def kernel(x, out):\n    out[0] = x[0] + number")
+    for number, from_cache, uncached in (1, 2, 2), (2, 2, 3):
+        namespace = {"number": number, "__name__": __name__}
+        exec(compile(path.read_text(), path, "exec"), namespace)
+        assert result_of(numba.njit(cache=True)(namespace["kernel"])) == from_cache
+        assert result_of(numba.njit(namespace["kernel"])) == uncached
 
 
 LARGE_SPEC = spec(100_000)
@@ -2959,6 +3006,16 @@ def test_on_cuda_error_of_callable_names_it(body, text):
 
 
 @needs_cuda
+def test_on_cuda_callable_reads_globals_in_each_call():
+    """So it shares no target with an equal callable whose globals are equal when it is traced."""
+    lists = [], []
+    for found in lists:
+        call = xk.numba_cuda_callable(callable_from_body("found.append(x.shape)", found=found), like_first)
+        jax.block_until_ready(call(ONES))
+    assert lists == ([ONES.shape], [ONES.shape])
+
+
+@needs_cuda
 def test_on_cuda_op_passes_launch_to_decorated_kernel():
     op = xk.XLACustomKernel("add")
     op.def_numba_cuda_kernel(cuda.jit(cuda_add), launch_dims=lambda x, y: x.shape)
@@ -3430,6 +3487,8 @@ def test_warp_retraces_if_struct_field_or_dtype_of_value_changes():
     for dtype, n_traced in ("f4", 3), ("f8", 4), ("f4", 4):
         call(m=np.arange(9, dtype=dtype).reshape(3, 3))
         assert len(traced) == n_traced
+    call(n=wp.uint64(8))  # instead of 8: `outs` may use the type, too
+    assert len(traced) == 5
 
 
 @needs_warp
@@ -3522,6 +3581,8 @@ def test_warp_target_depends_on_module_options(warp_platform, monkeypatch):
 def test_warp_threads_share_a_module_and_restore_log_level(warp_platform, monkeypatch):
     """The library changes `wp.config.log_level` while it builds."""
     monkeypatch.setattr(wp.config, "log_level", 20)
+    initialize = wp.init
+    monkeypatch.setattr(wp, "init", lambda: (time.sleep(0.02), initialize()))  # without a lock, threads would overlap
     functions = {constant: kernel_with_constant(constant) for constant in (1.0, 2.0, 3.0)}
     constants = [*functions, *functions]
     barrier = threading.Barrier(len(constants))
@@ -4792,6 +4853,7 @@ def test_op_distinguishes_equal_parameters_of_other_types():
     """The kernel adds the position of the parameter in `values`."""
     zero, minus_zero = np.float32(0.0), np.float32(-0.0)
     values = [1, 1.0, True, np.float32(1), 0.0, -0.0, (zero,), (minus_zero,), frozenset({1}), frozenset({1.0})]
+    values += [0j, -0j]
     op = op_with_kernel(lambda x, k: x + [*map(repr, values)].index(repr(k)))
     call = lambda x: [op(x, outs=spec(), k=k) for k in values]
     assert call(0.0) == jax.jit(call)(0.0) == [*range(len(values))]
@@ -5059,11 +5121,21 @@ def test_op_vjp_rule_handles_integers_and_structured_outs():
         return op(x, n, outs=outs, a=2.0)["sine"]
 
     check_close(jax.jit(lambda: sine(ROWS, 3))(), np.sin(2 * ROWS))  # a custom_vjp of JAX needs jit here
+    check_close(jax.jit(lambda: jax.vmap(sine, (0, None))(ROWS[None], 3))(), np.sin(2 * ROWS[None]))
     x_gradient, n_gradient = jax.grad(sum_of(sine), (0, 1), allow_int=True)(ROWS, 3)
     check_close(x_gradient, 2 * np.cos(2 * ROWS))
     assert n_gradient.dtype == jax.dtypes.float0
     second_derivative = jax.jit(jax.grad(sum_of(jax.grad(sum_of(sine)))))(ROWS, 3)
     check_close(second_derivative, -4 * np.sin(2 * ROWS), tolerance=2e-5)
+
+
+def test_op_rules_differentiate_complex_operands():
+    op = op_with_kernel(lambda x: x * x)
+    gradient_of_real_part = jax.grad(lambda x: op(x, outs=like_first).real)
+    op.def_jvp_rule2(lambda t, x: 2 * x * t)
+    check_close(gradient_of_real_part(1 + 2j), np.complex64(2 + 4j))
+    op.def_vjp_rule(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
+    check_close(gradient_of_real_part(1 + 2j), np.complex64(2 + 4j))
 
 
 def test_op_rules_are_not_called_without_tangents_or_cotangents():
@@ -5164,6 +5236,27 @@ def test_op_batching_rule_handles_innermost_vmap(jvp_rules, gradient_per_slice):
     check_close(jax.grad(sum_of(nested))(*operands), expected)
     op.register_general_batching()
     check_close(nested(*operands), 2 * x)
+
+
+def test_op_batching_rule_may_use_traced_values_beside_vjp_rule():
+    """The VJP rule replaces the JVP rule, beside which a batching rule must not use traced values."""
+    op = op_with_kernel(operator.neg)
+    op.def_jvp_rule2(lambda t, x: -t)
+    op.def_vjp_rule(lambda x: (-x, None), lambda _, ct: (-ct,))
+
+    @jax.jit
+    def batch(scale):
+        op.def_batching_rule(lambda args, axes: ([scale * args[0]], axes))
+        return jax.vmap(as_function(op))(ONES)
+
+    check_close(batch(2.0), 2 * ONES)
+
+
+def test_op_transpose_rule_is_used_instead_of_transposed_batching_rule():
+    op = op_with_kernel(lambda x: 2 * x)
+    op.def_transpose_rule(lambda cts, x: [5 * cts[0]])
+    op.def_batching_rule(lambda args, axes: ([2 * args[0]], axes))
+    check_close(jax.linear_transpose(jax.vmap(as_function(op)), ONES)(ONES), (5 * ONES,))
 
 
 def test_op_batching_rule_may_call_general_batching_rule():
@@ -5388,6 +5481,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ("wrap(lambda x, out, last: None, identity)(ONES, ONES, ONES)",
      TypeError, "outs takes (x). If 'out', 'last' is an output, do not pass 'out', 'last'"),
     ('wrap(outs={"out": SPEC_4})(ONES)', TypeError, "Use a tuple, outs=(spec, ...), or a NamedTuple"),
+    ('wrap(outs=[SPEC_4, {"out": SPEC_4}])(ONES)', TypeError, "must not contain a dict, because .*by position"),
     # outputs that are aliased to inputs
     ("wrap(input_output_aliases={0: -1})(ONES)", ValueError, "there is no output -1. The outputs are 0"),
     ("wrap(outs=(), has_side_effect=True, input_output_aliases={0: 0})(ONES)",
@@ -5446,6 +5540,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     # transformations
     ("jax.jvp(add_one, [ONES], [ONES])",
      TypeError, "write f = jax.custom_vjp(kernel), .* for grad, or f = jax.custom_jvp(kernel)"),
+    ("jax.jvp(wrap(outs=spec(4, dtype=np.complex64)), [ONES], [ONES])", TypeError, "has no JVP rule"),
     ("jax.linear_transpose(add_one, ONES)(ONES)",
      NotImplementedError, "has no transpose. .* write f = jax.custom_vjp(kernel)"),
     ("lower_for_cuda(add_one, ONES)", NotImplementedError, "numba_cuda_kernel and warp_kernel"),
@@ -5638,6 +5733,8 @@ OP_MISTAKES = [
     # inputs
     ("add_in_op(jax.new_ref(jnp.ones(4)))", TypeError, "'op': input 0.*got a jax.Ref. Pass its value, x[...]"),
     ('add_in_op(ONES.astype(">f4"))', TypeError, "'op': input 0.*got ndarray of dtype >f4.*newbyteorder("),
+    ('add_in_op(ONES.astype(jnp.bfloat16)), add_in_op(ONES.astype(">f4"))',  # each array of NumPy is checked
+     TypeError, "'op': input 0.*got ndarray of dtype >f4.*newbyteorder("),
     ("add_in_op([1.0])", TypeError, "'op': input 0.*a number or an array.*got list [1.0]. .*jnp.array(x)"),
     # calls
     ("jax.grad(lambda x: op_with_kernel(lambda y: x * y)(1.0, outs=spec()))(1.0)",
@@ -5872,6 +5969,10 @@ def run_seven_slices_on_eight_devices():
     slices = jax.device_put(np.arange(8, dtype=np.float32)[:, None], partitioned)
     assert seven_slices(slices)[6] == 12
     assert "too large" in error_of(seven_slices, 2 * slices)
+    # The devices divide the inner dimension, 8, but XLA would pad the outer one, and the devices would deadlock.
+    eight_of_each = lambda x: jax.lax.with_sharding_constraint(jax.vmap(kernel)(x[:7]), replicated)
+    large = np.broadcast_to(2 * np.asarray(slices)[:, None], (8, 8, 1))
+    assert "too large" in error_of(jax.jit(eight_of_each, in_shardings=partitioned), large)
 
 
 def keep_subnormal_numbers():
@@ -5890,6 +5991,7 @@ def keep_subnormal_numbers():
         return out
 
     tiny = np.full(4096, 1e-40, np.float32)
+    wrap(kernel_storing("x[0] + 0.875"))(tiny)  # a serial kernel, with which `halve` must not share its handler's code
     kernel = wrap(halve)
     assert np.asarray(jax.pmap(kernel)(np.stack([tiny] * 4))).all()  # XLA's threads start Numba's
     assert np.asarray(kernel(tiny)).all() and by_numba().all()
