@@ -83,6 +83,7 @@ work here.
 #     batch, slice       a call under `vmap`; an element of a batch, for which the kernel runs once
 #     step               the number of bytes from one slice of a buffer to the next; 0 if that is the same slice
 #     replicated         of an operand: passed whole to each device of a mesh, instead of partitioned
+#     operand            an input as the primitive gets it, with its batch dimensions
 #     wrapper            the object that `numba_kernel` and the other public functions return
 #     op                 an `XLACustomKernel`
 #     static parameter   a keyword argument of an op, such as `power=2`, whose value is fixed when JAX traces the call
@@ -97,7 +98,7 @@ work here.
 #     specialization     the signature, options and name for which a kernel is compiled
 #     target             a custom-call target: a name under which XLA finds a handler
 #     label              the name of a kernel, such as "add", in signatures
-#     title              the subject of an error message, such as "numba_kernel 'add'", or "Kernel 'add'"
+#     title              the name of a wrapper or kernel in messages, such as "numba_kernel 'add'", or "Kernel 'add'"
 #     handler            the machine code that XLA calls for a target
 #     frame              the XLA_FFI_CallFrame with which XLA calls a handler: the buffers and attributes of the call
 #     inner loop         the function of a handler that runs consecutive slices
@@ -256,7 +257,10 @@ def _lower(function: Callable, ctx: Any, operands: Sequence) -> Any:
 
 @functools.cache
 def _side_effects() -> frozenset:
-    """Return the effects of `jax.ffi.ffi_call(has_side_effect=True)`, for which JAX has lowering and ordering rules."""
+    """Return the effects of a `jax.ffi.ffi_call` with side effects.  JAX has rules for them.
+
+    The call is only traced, so its target need not exist.
+    """
     call = jax.ffi.ffi_call("xla_kernels.effect", (), has_side_effect=True)
     return frozenset(jax.make_jaxpr(call)().effects)
 
@@ -521,7 +525,7 @@ XLA_FFI_CallFrame = _extensible_struct(  # the argument of a handler
 #         return numba_kernel(lambda x: factor * x, outs=lambda x: x)(x)
 #
 # Kernels with equal factors have the same fingerprint (3.2), and share a target.  A new factor changes the fingerprint,
-# and so compiles a kernel, which stays registered forever.  A factor that changes often should be an input.
+# and so compiles a handler, which stays registered forever.  A factor that changes often should be an input.
 #
 # Numba reads captured values when it compiles a specialization.  If a captured variable is reassigned later, the
 # specialization keeps the old value.  A call with another dtype or rank, and a new wrapper of a plain function, read
@@ -658,7 +662,7 @@ def _kernel_and_helpers(kernel: Any) -> list[Any]:
 #     def kernel(x, out):
 #         out[0] = helper(n * x[0])
 #
-# has these lines among others, with True and 2.0 pickled.  Only the line of `helper` has a summary.
+# has these lines among others (where True and 2.0 stand for their pickles).  Only the line of `helper` has a summary.
 #
 #     code = 9700740100... ('helper', 'n') ...
 #     fastmath = bool True
@@ -712,7 +716,7 @@ def _options_and_code(function: Any) -> list[tuple[str, Any]]:
     # text, so the type is an item, too, and is compared by identity.
     variable_types = sorted(getattr(function, "locals", {}).items())
     values["locals"] = [(variable, str(numba_type), numba_type) for variable, numba_type in variable_types]
-    # The text of a class.  By identity, no kernels would be equal: numba_cuda_mlir creates a class for each kernel.
+    # The text of a class, not the class: numba_cuda_mlir creates one for each kernel, so no kernels would be equal.
     values["pipeline"] = str(getattr(getattr(function, "_compiler", None), "pipeline_class", None))
     # The class of Numba's cache shows whether the kernel has `cache=True`.  Its machine code may then come from a file,
     # with the captured values of another process.  Kernels without `cache=True` must not share this code.
@@ -731,7 +735,7 @@ def _exact_text(value: Any) -> str | None:
     """
     cls = type(value)
     if cls in _LITERAL_TYPES or isinstance(value, np.generic):
-        # A pickle also tells NaNs and dtypes apart.  With another protocol, the text would be another.
+        # A pickle also tells NaNs and dtypes apart.  The protocol is fixed, because the default depends on Python.
         return f"{cls.__name__} {pickle.dumps(value, protocol=4)!r}"
     if cls in (tuple, list):
         return f"{cls.__name__} of {len(value)}"
@@ -815,8 +819,9 @@ def _machine_code_of_helpers(kernel: Any) -> tuple[_IdentityKey, ...]:
 #       process A, which creates K1 and K2:     K1 is `h`, K2 is `h.2`
 #       process B, which only creates K2:       K2 is `h`
 #
-#   This is harmless.  An executable contains names, not kernels, and all else in it follows from the program, which is
-#   its key in the cache.  So if B calls K2, it may get the executable that A compiled for K1.  XLA runs `h` of B, K2.
+#   So if B calls K2, it may get the executable that A compiled for K1, because both call `h`.  This is harmless.  The
+#   executable contains the name `h`, not the kernel K1, and XLA looks the name up in B, where it is K2.  All else in an
+#   executable follows from the program, which is its key in the cache.
 
 # The version of the interface between programs and handlers: the buffers, and the layout of the attribute `launch`.
 # Increment it when they change.  It is in each target name, so no exported program calls a handler of another version.
@@ -854,7 +859,7 @@ def _check_name_is_free(base_name: str, specialization: _Specialization) -> None
     requested_name = specialization.requested_name
     if requested_name and base_name in _USED_TARGET_NAMES:
         raise ValueError(
-            f"name= must be unique in a process. name={requested_name!r} is in use for "
+            f"name= must be unique for a signature. name={requested_name!r} is in use for "
             f"{specialization.signature}, by another kernel of this process, or by this one with other options or "
             f"captured values. Choose a new name, such as name={requested_name + '_2'!r}, or restart Python if you "
             "have edited the kernel."
@@ -902,7 +907,7 @@ class _CompiledHandler(NamedTuple):
     """A handler in memory, and the objects that it uses."""
 
     address: int
-    keep_alive: list[Any]  # LLVM's engines, the compiled kernel, callbacks
+    keep_alive: list[Any]  # LLVM's engines, the machine code of the kernel, callbacks
     data: Any = None  # the handler's `_HandlerData`
     batch_upgrade: _CudaBatchUpgrade | None = None  # Numba CUDA on a GPU: see 9.6
 
@@ -921,7 +926,7 @@ def _register_with_xla(target_name: str, platform: str, compiled: _CompiledHandl
 # Compiles a kernel and its handler.  Returns None if this process only lowers the program, because it has no device.
 _HandlerFactory = Callable[[], "_CompiledHandler | None"]
 
-_MANY_COMPILATIONS = 50  # warn when this many kernels with one `base_name` were compiled
+_MANY_COMPILATIONS = 50  # warn once, when this many kernels with one `base_name` (equal texts) were compiled
 
 
 class _TargetRegistry:
@@ -932,7 +937,7 @@ class _TargetRegistry:
 
     def __init__(self) -> None:
         # Numba: {owner: {specialization: target name}}.  The owner is a decorated kernel, or the wrapper of a plain
-        # function.  It keeps its targets, even if a captured variable is reassigned.
+        # function.  An owner keeps its targets, even if a captured variable is reassigned.
         self.names_by_owner: Any = weakref.WeakKeyDictionary()
         # Numba kernels that can share a target: {(specialization, fingerprint, `_machine_code_of_helpers`): name}.
         self.shared_names: dict[tuple[_Specialization, _Fingerprint, tuple[_IdentityKey, ...]], str] = {}
@@ -1068,8 +1073,8 @@ class _CallTarget:
         """Check the platform, finish the compilation and registration for it, and return the target to call.
 
         A Numba kernel was registered when its call was traced, so return `self`.  For a batch on a GPU, also compile
-        the kernel for a batch launch.  If that fails, log the reason.  `_WarpCallTarget` overrides this method, and
-        registers a target.
+        the kernel for a batch launch.  If that fails, log the reason.  `_WarpCallTarget` overrides this method, records
+        the launch, and calls this method only to raise the error.
 
         Raises:
           NotImplementedError: if the kernel does not run on the platform.
@@ -1195,7 +1200,7 @@ def _normalize_spec(declared: Any, subject: str, ins: Sequence[_Spec] | None) ->
         raise ValueError(f"{subject} must have sizes of at least 0. Its shape is {shape}. Write max(size, 0).")
     dtype = np.dtype(declared.dtype)
     # If x64 is disabled, JAX truncates dtypes of 64 bits.  The dtype of an input is kept, so that `outs=lambda x: x`
-    # always holds.  If the inputs are unknown, the dtype is only checked.
+    # always holds.  While a wrapper is being created, all dtypes are kept.  Its calls truncate them.
     keeps_64_bits = jax.config.jax_explicit_x64_dtypes.name == "ALLOW"
     if ins is None or any(x.dtype == dtype for x in ins) or keeps_64_bits:
         return _Spec(shape, dtype)
@@ -1582,9 +1587,9 @@ def _lower_custom_call(
 def _protect_aliased_operands(ctx: Any, operands: Any, call: _CallParams, avals: Sequence) -> Any:
     """Put a barrier before aliased operands, so that XLA does not fuse their producers (CPU).
 
-    In a loop over a `v` of 20 MB, `kernel(v.at[i].set(2.0), i)` would take 1,400 instead of 1 us per step (jax 0.12),
-    because a fusion cannot update `v` in place, and copies it.  On GPUs the barrier has no benefit, and would add a
-    copy of an operand such as `w[i]`, which XLA otherwise passes as a part of `w`.
+    In a loop over a `v` of 20 MB, `kernel(v.at[i].set(2.0), i)` takes 1 us per step, and 1,400 us without the barrier
+    (jax 0.12), because a fusion cannot update `v` in place, and copies it.  On GPUs the barrier has no benefit, and
+    would add a copy of an operand such as `w[i]`, which XLA otherwise passes as a part of `w`.
     """
     return _lower_barriers(ctx, operands, avals, {i for i, _ in call.aliases})
 
@@ -1595,7 +1600,8 @@ def _protect_outputs(ctx: Any, outputs: Any, returns_tuple: bool) -> Any:
     - Dynamic-slice fusion on GPUs: a custom call writes its result directly into the array that a dynamic-update-slice
       updates, even if the call reads this array.  So the call overwrites its own input.
     - Loop-invariant code motion on all platforms: if a tuple of results is the whole state of a `while_loop`, XLA
-      mistakes the custom call for a `tuple` instruction.  So it moves it out of the loop, and the state never changes.
+      mistakes the custom call for a `tuple` instruction.  So it moves the call out of the loop, and the state never
+      changes.
     """
     if returns_tuple or "cuda" in _lowering_platforms(ctx):
         return _lower_barriers(ctx, outputs, ctx.avals_out, range(len(outputs)))
@@ -1655,16 +1661,17 @@ for _platform in ("cpu", "cuda"):  # a program that is lowered for both gets a c
 #
 #     rank of a partitioned array  >  p + r  >=  rank of a replicated operand
 #
-# If some of the vmaps batch an operand and others do not, it is broadcast to the whole batch, and partitioned.  The
-# dimensions of a slice are never partitioned: XLA gathers them.
+# Batch dimensions that are not partitioned come after the ones.  If some of the vmaps batch an operand and others do
+# not, it is broadcast to the whole batch, and partitioned.  The dimensions of a slice are never partitioned: XLA
+# gathers them.
 
 
 def _num_partitioned_dims(call: _CallParams, n_devices: int) -> int:
     """Return the number of leading batch dimensions that XLA may partition.
 
-    These are the first dimensions whose sizes are multiples of the number of devices.  XLA would pad other sizes.  If
-    the kernel raises an error on the padding, the other devices wait forever.  A size that only some of the mesh axes
-    divide is not enough: a slice `x[:4]` of an array over 8 devices stays sharded over 8, so XLA pads the size 4 to 8.
+    These are the first dimensions whose sizes are multiples of the number of all devices.  XLA would pad other sizes.
+    If the kernel raises an error on the padding, the other devices wait forever.  The devices of some of the mesh axes
+    are not enough: a slice `x[:4]` of an array over 8 devices stays sharded over 8, so XLA pads the size 4 to 8.
     """
     shapes = [call.batch, *(spec.shape for spec in call.buffers)]
     has_known_sizes = all(isinstance(size, int) for shape in shapes for size in shape)  # Shardy's rule needs them
@@ -1785,7 +1792,7 @@ _VMAP_METHODS = (None, "sequential", "sequential_unrolled", "expand_dims", "broa
 
 @dataclasses.dataclass(kw_only=True)
 class _Options:
-    """The options of a public function.  Everything that does not depend on the inputs is checked on construction."""
+    """The options of a public function.  Most mistakes that do not depend on the inputs are found on construction."""
 
     outs: Any  # a pytree of specs, or a function of the inputs' specs
     vmap_method: str | None
@@ -1959,7 +1966,8 @@ class _PickledByReference:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple:
-        # Only the processes of a pool share `__main__`.  `builtins._` is the last result at the prompt.
+        # `__main__` comes last, because it is the same module only in the processes of a pool.  `builtins._` is the
+        # last result at the prompt.
         importable = [name for name in list(sys.modules) if name not in ("__main__", "__mp_main__", "builtins")]
         return self._reference_from(importable) or self._reduce_if_not_importable()
 
@@ -2015,7 +2023,7 @@ class _Wrapper(_PickledByReference):
     def __init__(self, kernel: Any, options: _Options, parameters: tuple[str, ...] | None = None) -> None:
         """Create the wrapper, and check the options that name parameters.
 
-        `parameters` are the names of the parameters that take arrays, in order.  Default: all parameters.
+        `parameters` are the names of the parameters that take arrays, in order.  Default: `_parameter_names`.
         """
         self.kernel = kernel
         self.options: Any = options  # subclasses of `_Options` have options of their own
@@ -2254,8 +2262,9 @@ class _Wrapper(_PickledByReference):
     def _check_no_separate_outputs(self, call: _CallParams) -> None:
         """Raise an error if the kernel has two parameters for an in-out argument, such as `kernel(v, v_out)`:
 
-            numba_kernel 'kernel': an in-out argument is its own output. With in_out_argnames=['v'], the kernel takes
-            (v, v_out). Drop 'v_out', and write to 'v'.
+            numba_kernel 'kernel': an in-out argument has one parameter, which is both input and output. With
+            in_out_argnames=['v'], the kernel takes (v, v_out). Remove 'v_out', and store to 'v': `v[...] = ...` instead
+            of `v_out[...] = ...`.
 
         Call this only for a kernel that does not fit the call.
         """
@@ -4415,16 +4424,17 @@ class _NumbaKernel(_NumbaWrapper):
 #
 #                                                                                 on CPUs     on GPUs
 #     the whole kernel compiles for read-only arrays, and uses nothing that       accepted    accepted
-#     bypasses them (`_may_bypass_readonly`; on GPUs `_find_store_to_readonly`)
+#     bypasses them (CPUs: `_may_bypass_readonly`, GPUs: `_find_store_to_readonly`)
 #     Numba's IR proves that the kernel only reads this input                     accepted    accepted
 #     LLVM's IR proves that the kernel only reads this input                      accepted    (not used)
 #     the kernel does not compile for read-only arrays, because of a store        error       error
 #     otherwise: the kernel may write to this input                               copied      error
 #
-# With read-only arrays, Numba also rejects stores through views, tuples and helpers.  Numba's IR proves, for example,
-# that `np.dot` only reads its operands.  LLVM infers the parameter attributes `readonly` (the function does not write
-# through this pointer, or pointers derived from it) and `readnone`.  Plain loops and array expressions usually get
-# them.  Kernels with tuples of arrays, BLAS, exceptions and parallel loops often do not.
+# If a kernel does write to a copy, the caller's array does not change.  With read-only arrays, Numba also rejects
+# stores through views, tuples and helpers.  Numba's IR proves, for example, that `np.dot` only reads its operands.
+# LLVM infers the parameter attributes `readonly` (the function does not write through this pointer, or pointers derived
+# from it) and `readnone`.  Plain loops and array expressions usually get them.  Kernels with tuples of arrays, BLAS,
+# exceptions and parallel loops often do not.
 #
 # Numba's IR also finds outputs to which a kernel forgets to store: those that it only reads.  LLVM's attributes do not
 # show this, because LLVM removes stores of the old value: `v[i] *= scale` with scale = 1.0.
@@ -4487,7 +4497,7 @@ def _optimized_llvm_function(overload: Any) -> Any:
 
 def _llvm_module(overload: Any) -> Any:
     """Return the LLVM module of an overload, with all that the function calls."""
-    # Overloads from Numba's cache have no `_final_module`.
+    # An overload from Numba's cache has its code in `_shared_module`, and no `_final_module`.
     return overload.library._shared_module or overload.library._final_module
 
 
@@ -4515,8 +4525,8 @@ def _names_only_read_in_numba_ir(kernel: Any, call_stack: tuple = ()) -> set[str
 
     Globals and closure variables matter because CUDA kernels can store to device arrays in them
     (`_maybe_written_device_arrays`).  If Numba cannot read the function, the set is empty: everything may be stored to.
-    The set is also empty if the function always raises.  Then it has no stores to its outputs, which is not a mistake.
-    `call_stack` contains the functions whose analysis needs this one.
+    The set is also empty for a function that never returns, so that a kernel that only raises is not reported for
+    outputs without stores.  `call_stack` contains the callers that are being analyzed, to stop at recursion.
     """
     from numba.core import ir as nbir
 
@@ -4535,8 +4545,9 @@ class _VariableUses:
     """The uses of variables in a function, from Numba's IR in SSA form (one assignment per variable).
 
     A use that is not known to be a read counts as a store.  This is safe: at worst, an input is copied (on GPUs,
-    rejected) without need.  On CPUs, `out[i] = x[i]` counts as a store to x, because `out` may be a list, and `x[i]`
-    an array.  For example, Numba's IR of `v = x[0]; v[1] = 2.0; n = x.shape` is:
+    rejected) without need.  On CPUs, `items[i] = x[i]` counts as a store to x, because `items` may be a list, and
+    `x[i]` an array.  So does `f(x[i])`, unless `f` is a helper that only reads.  For example, Numba's IR of
+    `v = x[0]; v[1] = 2.0; n = x.shape` is:
 
         v = getitem(value=x, index=$0)       # `v` may be a view of `x`: `x` is a base of `v`
         v[$1] = $2                           # a store to `v`, and so to `x`
@@ -4552,9 +4563,9 @@ class _VariableUses:
         self.call_stack = (*call_stack, kernel)
         self.is_cuda = _decorated_backend(kernel) == "numba_cuda"
         self.names: dict[str, str] = {}  # {variable: the parameter, global or closure variable that it is}
-        # Below, keys are names, and values are `ir.Var`s.
-        self.bases_of: dict[str, list] = collections.defaultdict(list)  # {variable: those that it may be a view of}
-        self.maybe_stored: list = []  # the variables that may be stored to
+        # {name: the `ir.Var`s that the variable may be a view of}
+        self.bases_of: dict[str, list] = collections.defaultdict(list)
+        self.maybe_stored: list = []  # the `ir.Var`s that may be stored to
         # This also puts `numba_ir` itself into SSA form.
         for block in ssa.reconstruct_ssa(numba_ir).blocks.values():
             for statement in block.body:
@@ -4608,6 +4619,7 @@ class _VariableUses:
             np.dot(x, y), x.dot(y)          other arguments, such as `out`    nothing
             x.view(dtype)                   its arguments, but not x          x
             helper(x, y)                    arguments that it may store to    arguments that it only reads
+            helper(x, *more, y=y)           `more` and y, too                 arguments that it only reads
             other calls: x.f(y), f(y)       x and y                           nothing
 
         The other calls include recursive calls of helpers.  Their results need no bases, because x and y count as
@@ -4695,7 +4707,8 @@ class _View(NamedTuple):
 
     parameter: str  # an array, or a struct with arrays
     # An upper bound of the ndim of the view.  It decides whether `v[i]` is a view, or an element.  It is infinite if it
-    # is unknown, in arrays of structs (above), and in tuples: after `t = (x, y)`, `t[0]` has all dimensions of `x`.
+    # is unknown, for arrays of structs with arrays (above), and for tuples: after `t = (x, y)`, `t[0]` has all
+    # dimensions of `x`.
     max_ndim: float
     # Whether the value may be a struct.  It is True for `box`, and for `box.pos`, because a field may be a struct, too.
     # If it is True, `.size` may be an array, and an assignment of the value to `boxes[i]` stores views in `boxes`.
@@ -4864,7 +4877,7 @@ class _FunctionAnalysis:
                     self._assign(argument, views)
 
     def _translated_views(self, node: ast.Call, callee: Any, variable: str) -> set[_View]:
-        """Return the views in a variable of the called function, in terms of the parameters of this function.
+        """Return the views in a variable of the callee, in terms of the parameters of the caller, this function.
 
         For example, if `tail(a)` returns a view of `a`, the result of `tail(x)` has the views in `x`.
         """
@@ -4897,7 +4910,7 @@ class _FunctionAnalysis:
         return len(self.stores)
 
     def _views_stored_to(self, target: ast.expr) -> set[_View]:
-        """Return the views of which an assignment to a target may store to one.
+        """Return the candidates for a store: an assignment to this target may store to one of these views.
 
         x[i] = 1.0, x[i].y = 1.0    the views in `x`
         x[i][0] = 1.0               the views in `x`, because `x[i]` may be a vector, and in `x[i]`, if it is a row
@@ -4963,7 +4976,7 @@ def _check_stores(
         if buffer_of.get(name) not in protected_inputs:  # an output, scratch, an aliased input, a copy, or no array
             continue
         place = f"(`{ast.unparse(store.node):.80}` in function {_py_func(store.function).__name__!r})"
-        if not store.is_possible:
+        if not store.is_possible:  # nor ambiguous, because ambiguous stores go to copies
             raise _read_only_input_error(f"{wrapper.title} writes to input {name!r} {place}.", [name])
         raise _read_only_input_error(
             f"{wrapper.title} may write to input {name!r} {place}.",
