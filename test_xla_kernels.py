@@ -4291,6 +4291,9 @@ WARP_GRADIENTS = {
     "while loop": (
         "s = float(0.0)\nj = int(0)\nwhile j < x.shape[1]:\n    s += x[i, j]  # wrong: j\n    j += 1\nout[i] = s",
         jnp.sum),
+    "length from a tuple": (
+        "n = 4\nm = 4\nn, m = x.shape[1], 4\n" + row_loop("s = s * x[i, j]  # wrong: s", start="1.0", length="n"),
+        jnp.prod),
     "length from a branch": (
         "n = 20\nif i < 5:\n    n = 4\n" + row_loop("s = s * x[i, j]  # wrong: s", start="1.0", length="n"), jnp.prod),
     "updated output": ("out[i] = x[i, 0]\nout[i] *= x[i, 1]  # wrong: out[i]", lambda x: x[0] * x[1]),

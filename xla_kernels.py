@@ -9092,7 +9092,7 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 # 13. Warnings about Warp kernels: gradients that Warp gets wrong, and deferred statics.
 #
 # Section 10 calls `_warn_of_wrong_gradients` and `_warn_of_deferred_static`.  Nothing else uses 13.1 and 13.2, so they
-# can be deleted together with these two calls.
+# can be deleted together with these two calls.  Checked with Warp 1.14, 1.16, 1.18 and 1.19.
 
 
 # -- 13.1 Gradients that Warp gets wrong ---------------------------------------------------------------
@@ -9131,18 +9131,25 @@ def _check_and_time(backend: _Backend, platform: str) -> float:
 #   `out[i] = ...` and `out[i] += ...` count as stores, `wp.atomic_add` does not.
 # - all that is computed from stale values
 #
+# Values that are computed from inputs with gradients are called active.  The values that the adjoint of an operation
+# uses are its residuals.
+#
 # `_GradientCheck` finds the operations whose adjoints use stale values.  It does not find:
 #
 # - random numbers in dynamic loops, whose state is stale
 # - `continue` in unrolled loops (Warp < 1.19)
-# - elements that are read, and changed later by an atomic operation, a called function, or an earlier line in the next
-#   iteration, as in `for j in range(9): out[j] = y[j]; s += out[j + 1] * out[j + 1]`
+# - elements of arrays in structs, and elements that are read, and changed later by an atomic operation, a called
+#   function, or an earlier line in the next iteration:
 #
-# It may warn without need of an element that is read before a store to another element, of a `break` in a loop without
-# gradients, of a loop that Warp unrolls because of a `wp.static`, and of some `while` loops.  The tests compare its
-# verdicts with JAX and finite differences on CPUs.  All of section 13 was checked with Warp 1.14, 1.16, 1.18 and 1.19.
+#       for j in range(9):
+#           out[j] = y[j]
+#           s += out[j + 1] * out[j + 1]
+#
+# It may warn needlessly about an element that is read before a store to another element, a `break` in a loop without
+# gradients, a loop that Warp unrolls because of a `wp.static`, and some `while` loops.  The tests compare its verdicts
+# with JAX and finite differences on CPUs.
 
-_CHECKED_KERNELS: Any = weakref.WeakSet()  # each kernel is checked once, for all arrays of floats
+_CHECKED_KERNELS: Any = weakref.WeakSet()  # kernels that were checked already; the result is the same for all calls
 
 # Builtins without an adjoint in Warp (`is_differentiable` is false) whose derivatives are not zero, such as those of
 # `randf(state, low, high)` with respect to its bounds.  Chosen by hand.
@@ -9182,7 +9189,7 @@ class _GradientCheck:
         stale     {"s", "j"}           # the loop assigns them
     """
 
-    def __init__(self, function: Any, parameters: set[str], max_unroll: int) -> None:
+    def __init__(self, function: Any, active_parameters: set[str], max_unroll: int) -> None:
         self.filename = function.adj.filename
         self.first_line = function.adj.fun_lineno
         self.max_unroll = max_unroll  # Warp unrolls loops of at most this constant number of iterations
@@ -9197,8 +9204,7 @@ class _GradientCheck:
         for names, node in assignments:
             for array in names & self.arrays:
                 self.last_stores[array] = max(self.last_stores[array], node.end_lineno or 0)
-        # The parameters with gradients, and all variables that are computed from them.
-        self.active = parameters.copy()
+        self.active = active_parameters.copy()  # and all variables that are computed from them
         n_before = 0
         while n_before != len(self.active):  # repeat until no variable is added
             n_before = len(self.active)
@@ -9240,6 +9246,7 @@ class _GradientCheck:
             self.stale |= variables
         elif isinstance(target, (ast.Name, ast.Tuple)):  # if `v[0]` is assigned, the rest of `v` may be stale
             self.stale -= variables
+        self.constants |= dict.fromkeys(variables)
         if isinstance(target, ast.Name):
             self.constants[target.id] = self.constant(value)
 
@@ -9263,14 +9270,15 @@ class _GradientCheck:
     def unrolled_indices(self, loop: ast.For | ast.While) -> Sequence | None:
         """Return the indices of a loop that Warp unrolls, or None for a dynamic loop.
 
-        Loops with `break` are not distinguished, because the `break` is reported in any case.
+        Loops with `break` are not distinguished.  The `break` is reported, and other problems once it is removed.
         """
-        match loop:
-            case ast.For(iter=ast.Call(args=bounds)):  # Warp accepts no other functions than `range`
-                # If a bound is not constant, or if there are too many indices, there is an exception.
-                with contextlib.suppress(TypeError, ValueError, OverflowError):
-                    indices = range(*map(self.constant, bounds))
-                    return indices if len(indices) <= self.max_unroll else None
+        if isinstance(loop, ast.While) or not isinstance(loop.iter, ast.Call):
+            return None
+        # If a bound is not constant, the step is 0, or the length exceeds `sys.maxsize`, there is an exception.
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            indices = range(*map(self.constant, loop.iter.args))  # Warp accepts no other function than `range`
+            if len(indices) <= self.max_unroll:
+                return indices
         return None
 
     def constant(self, node: ast.expr) -> Any:
@@ -9330,7 +9338,7 @@ class _GradientCheck:
             case ast.Call() if isinstance(_captured_value(node.func, self.constants), type):
                 return []  # casts and constructors of vectors are linear
             case ast.BinOp(op=ast.Pow()) | ast.Call():
-                return [node]  # all operands
+                return [node]  # `find_stale` searches all its operands
         return []  # sums, negation, `%`, comparisons and other nodes, whose adjoints use no values
 
     def builtin_name(self, node: ast.Call) -> str:
@@ -9379,10 +9387,11 @@ def _warn_of_wrong_gradients(kernel: Any, float_arrays: set[str], title: str) ->
     is_int = sys.modules["warp"].types.type_is_int
     problems = {}
     for function in _warp_analysis(kernel).analyses:  # the kernel and its helpers
-        parameters = float_arrays
+        active_parameters = float_arrays
         if function is not kernel:  # any parameter of a helper may have a gradient, except integers
-            parameters = {x.label for x in function.adj.args if not is_int(getattr(x.type, "dtype", x.type))}
-        check = _GradientCheck(function, parameters, _warp_options(kernel)["max_unroll"])
+            dtypes = {arg.label: getattr(arg.type, "dtype", arg.type) for arg in function.adj.args}
+            active_parameters = {name for name, dtype in dtypes.items() if not is_int(dtype)}
+        check = _GradientCheck(function, active_parameters, _warp_options(kernel)["max_unroll"])
         check.check_block(function.adj.tree.body[0].body)
         problems.update(check.problems)
     _CHECKED_KERNELS.add(kernel)
@@ -9398,7 +9407,7 @@ def _warn_of_wrong_gradients(kernel: Any, float_arrays: set[str], title: str) ->
 
 
 def _warn_of_deferred_static(kernel: Any, title: str) -> None:
-    """Warn if Warp may run the code of another kernel of the module, which differs only in a deferred static.
+    """Warn if Warp may run the code of another kernel instead, because the two differ only in a deferred static.
 
     A `wp.static` is deferred if it uses the variable of a loop.  Warp evaluates it when it builds the module:
 
@@ -9440,8 +9449,8 @@ def _captured_key(function: Any) -> tuple:
     return tuple((name, _exact_text(value) or id(value)) for name, value in values if not hasattr(value, "adj"))
 
 
-# -- 13.3 The end of the file --------------------------------------------------------------------------
-# The self-check (section 12) runs after all definitions, because it uses all sections.
+# ======================================================================================================
+# The end of the file.  The self-check of section 12 runs after all definitions, because it uses all sections.
 
 if __name__ == "__main__":
     sys.exit(_self_check())
