@@ -3673,7 +3673,7 @@ ADD_TWICE_Y = "out[i] = x[i] + 2.0 * y[i]"
 STENCIL = "out[i] = wp.sin(x[i]) * y[i] + x[wp.max(i - 1, 0)]"
 SQUARES_OF_ROWS = "row = x[i]\ns = float(0.0)\nfor j in range(row.shape[0]):\n    s += row[j] * row[j]\nout[i] = s"
 DOUBLE_TILES = "i, t = wp.tid()\nwp.tile_store(out, 2.0 * wp.tile_load(x, shape=64, offset=i * 64), offset=i * 64)"
-USER_CODE = "it has C++ code, adjoints or code transformers of your own"
+USER_CODE = "it has C++ code, adjoints or code transformers of your own, or calls a function that is an argument"
 
 
 def add_twice_y(x, y, *others):

@@ -832,7 +832,7 @@ class _Specialization(NamedTuple):
     """The signature, options and name for which a kernel is compiled."""
 
     signature: _Signature  # (5.1) the name of the kernel (`label`), and the dtypes, ranks, ... of its buffers
-    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_rehash(kernel)`
+    options: tuple[Any, ...]  # all options that change the machine code; for Warp also `_current_kernel_key(kernel)`
     platform: str  # "cpu" or "cuda", JAX's name of the platform when it lowers a program
     requested_name: str | None  # the user's `name=`
     launch_layout: str = ""  # for Warp, which words of the launch attribute are replaced by pointers (10.4)
@@ -6416,9 +6416,9 @@ _CUDA_SIMULATOR = _CudaSimulator()
 # A new version of Warp is supported if all tests named test_warp pass.  So far, these are 1.14, 1.16, 1.18 and 1.19.
 # This section depends on these internals of Warp:
 #
-#     attributes of kernels, modules and types              `_parse_parameter`, `_rehash`
+#     attributes of kernels, modules and types              `_parse_parameter`, `_current_kernel_key`
 #     how a launch is recorded, packed and run              `_WarpLaunch.record`, `_packed_parameters`
-#     options that the hash of a kernel does not cover      `_rehash`
+#     options that the hash of a kernel does not cover      `_current_kernel_key`
 #     the grid of a launch                                  `_WarpLaunch.cuda_launch_config`
 #     which launches need more than one kernel launch       `_WarpLaunch._check_recorded`
 #     tiles on CPUs have one memory for all threads         `_WarpCpuEmitter`
@@ -6492,7 +6492,7 @@ def warp_kernel(
     element has its own launch, in order, in these cases (this module's logger shows the reason at level DEBUG):
 
     - `vmap_method="sequential"`;
-    - the kernel has C++ code, adjoints or code transformers of your own;
+    - the kernel has C++ code, adjoints or code transformers of your own, or calls a function that is an argument;
     - Warp cannot compile the batch kernel, or this kernel exceeds a limit of the GPU, such as its registers;
     - captured values have changed since the kernel was compiled.
 
@@ -6691,7 +6691,7 @@ class _WarpKernel(_Wrapper):
         for name, x in arguments.items():
             if name in self.value_names or x is None:
                 fixed[name] = self.warp_params[name].check_value(x)
-        key = tuple([(name, _value_key(value)) for name, value in fixed.items()])
+        key = _values_key(fixed)
         cache = self.wrapper_by_values
         wrapper = cache.get(key) or cache.keep(key, _WarpKernel(self.kernel, self.options, fixed))
         return wrapper._call_by_position([x for name, x in arguments.items() if name not in fixed])
@@ -6783,7 +6783,7 @@ class _WarpKernel(_Wrapper):
             kernel=self.kernel,
             fixed=self.fixed,
             array_dims=array_dims,
-            key=(_rehash(self.kernel), *map(_value_key, self.fixed.values()), *array_dims.items()),
+            key=(_current_kernel_key(self.kernel), _values_key(self.fixed), *array_dims.items()),
             field_buffers=tuple(buffer_of_field.items()),
             launch_dims=launch_dims,
             block_dim=self.options.block_dim,
@@ -6827,7 +6827,8 @@ class _WarpKernel(_Wrapper):
         dims = _ints(launch_dims, rule)
         if not 1 <= len(dims) <= most_dims or min(dims) < 0 or max(dims) > _WARP_MAX_EXTENT:
             raise ValueError(rule)
-        # With tiles, the last index of `wp.tid()` may be the thread of a block, for which `launch_dims` has no number.
+        # A kernel without `wp.tid()` may have any `launch_dims`.  With tiles, the last index of `wp.tid()` may be the
+        # thread of a block, for which `launch_dims` has no number.
         if n_indices and not (self.options.tiled or _uses_tiles(analysis)):
             _check_n_indices(self.title, f"launch_dims={launch_dims}", len(dims), n_indices, "wp.tid()")
         return dims
@@ -6854,6 +6855,7 @@ class _WarpKernel(_Wrapper):
                     f"{first!r} has {first_dims}, and {name!r} has {dims}. "
                     f"Pass the number of threads, or a function of the inputs: launch_dims=lambda {shown}: ..."
                 )
+        # Without `launch_dims`, a kernel needs `wp.tid()`, and tiles do not matter.
         launch_text = f"launch_dims is missing, and the shape of the first array, {first_dims},"
         _check_n_indices(self.title, launch_text, n_dims, n_indices, "wp.tid()")
         return first_dims
@@ -6880,7 +6882,7 @@ class _WarpKernel(_Wrapper):
         cotangent_of = dict(zip(self.parameters[len(args) :], cotangents, strict=True))
         values = [data[name] if field == "data" else cotangent_of[name] for name, field in operands]
         results = call.bind(_make_varying(values))
-        gradient_of = dict(zip(gradients, results[-len(gradients) :]))
+        gradient_of = dict(zip(gradients, results[len(results) - len(gradients) :], strict=True))
         return tuple(
             _sharded_like(gradient_of[name], jax.typeof(x)) if name in gradient_of else None  # for JAX, None is zero
             for name, x in zip(self.parameters, args)
@@ -6897,8 +6899,8 @@ class _WarpKernel(_Wrapper):
             starts with                                     buffer 1       buffer 2       zeros
 
         Warp's adjoint overwrites the cotangents, such as `d_out`, and adds to the gradients of the inputs.  First, it
-        runs the kernel again, without its own stores.  But helpers may store again, and it is not known which stores
-        those are.  So every stored array counts as overwritten.
+        repeats the kernel.  It leaves out the stores in the kernel's body, but perhaps not those in helpers.  So every
+        array to which the kernel or a helper stores counts as overwritten.
         """
         spec_of = dict(zip(self.parameters, [*args, *outs], strict=True))
         floats = [name for name, spec in spec_of.items() if jax.dtypes.issubdtype(spec.dtype, np.floating)]
@@ -6918,7 +6920,7 @@ class _WarpKernel(_Wrapper):
             has_side_effect=self.options.has_side_effect,
         )
         target = self._make_target(call, operands + results, args, analysis)
-        # Including null arrays, because there is one warning for all calls of the kernel.
+        # `float_arrays` includes null arrays, because there is one warning for all calls of the kernel.
         arrays = [param for param in self.warp_params.values() if not param.is_value]
         float_arrays = {param.name for param in arrays if jax.dtypes.issubdtype(param.dtype, np.floating)}
         _warn_of_wrong_gradients(self.kernel, float_arrays, self.title)
@@ -6939,8 +6941,8 @@ def _warp_session() -> Iterator[Any]:
     with _WARP_LOCK:
         level = wp.config.log_level
         try:
-            if level == 20:  # INFO, the default
-                wp.config.log_level = 30  # WARNING
+            if level == logging.INFO:  # the default
+                wp.config.log_level = logging.WARNING
             wp.init()
             yield wp
         finally:
@@ -6981,8 +6983,8 @@ class _WarpParam:
         if isinstance(value, jax.core.Tracer):
             fix = "Pass a concrete value: jax.jit(f, static_argnums=...)"
             if self.dtype is not None:
-                array_type = f"wp.array(dtype={'...' if self.element_shape else f'wp.{self.dtype}'})"
-                fix += f". Or annotate the parameter as {array_type}, and read its element [0]"
+                element = "..." if self.element_shape else f"wp.{self.dtype}"
+                fix += f". Or annotate the parameter as wp.array(dtype={element}), and read its element [0]"
             raise self._error(TypeError, value, fix)
         if self.dtype == np.uint64 and hasattr(value, "id"):  # such as `wp.HashGrid` and `wp.Mesh`
             raise self._error(TypeError, value, f"Pass its id: {self.name}.id")
@@ -7048,7 +7050,7 @@ class _WarpParam:
         if jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:  # JAX takes 32 bits instead of 64
             return f'{fix}, after jax.config.update("jax_enable_x64", True)'
         if is_input and not self.element_shape and spec.dtype.name in _WARP_DTYPES:
-            fix += f". Or annotate the parameter as wp.array(dtype=wp.{spec.dtype})"
+            fix += f". Or annotate the parameter as wp.array(dtype=wp.{spec.dtype}, ndim={self.ndim})"
         return fix
 
     def _shape_fix(self, spec: _Spec, role: str) -> str:
@@ -7113,13 +7115,18 @@ def _value_key(value: Any) -> tuple:
     return type(value), getattr(value, "dtype", None), numbers
 
 
+def _values_key(fixed: Mapping[str, Any]) -> tuple:
+    """Return a key of the values of parameters."""
+    return tuple([(name, _value_key(value)) for name, value in fixed.items()])
+
+
 def _warp_options(kernel: Any) -> dict[str, Any]:
     """Return the options with which Warp compiles a kernel: those of its module, and its own."""
     return kernel.module.resolve_options(sys.modules["warp"].config) | kernel.options
 
 
-def _rehash(kernel: Any) -> tuple[str, ...]:
-    """Let Warp hash a kernel again, because it may have changed (0.06 ms), and return the new key.
+def _current_kernel_key(kernel: Any) -> tuple[str, ...]:
+    """Return a key of a kernel as it is now, after letting Warp hash it again, because it may have changed.
 
     Kernels with equal keys have the same machine code, except for deferred statics (13.2) and `block_dim`.  The key
     contains the module's name, because Warp builds each module on its own.
@@ -7128,16 +7135,17 @@ def _rehash(kernel: Any) -> tuple[str, ...]:
         # If a build of the kernel has failed, Warp < 1.19 leaves it out of later builds, without an error.
         kernel.adj.skip_build = False
         kernel.module.get_module_hash()  # sets `hash`, and `grid_stride` where Warp has it, of the module's kernels
-        options = _warp_options(kernel) | {"block_dim": None}  # Warp 1.14 stores that of the last launch here
+        # Warp 1.14 stores the `block_dim` of the last launch in the options.
+        options = _warp_options(kernel) | {"block_dim": None}
         return wp.__version__, kernel.module.name, kernel.hash.hex(), str(options)
 
 
-_WARP_ANALYSES = _BoundedCache()  # {`_rehash(kernel)`: `_KernelAnalysis`}
+_WARP_ANALYSES = _BoundedCache()  # {`_current_kernel_key(kernel)`: `_KernelAnalysis`}
 
 
 def _warp_analysis(kernel: Any) -> _KernelAnalysis:
     """Return the analysis of a kernel as it is now (section 8)."""
-    key = _rehash(kernel)
+    key = _current_kernel_key(kernel)
     return _WARP_ANALYSES.get(key) or _WARP_ANALYSES.keep(key, _KernelAnalysis(kernel))
 
 
@@ -7180,7 +7188,7 @@ def _has_unanalyzed_code(kernel_analysis: _KernelAnalysis) -> bool:
 
 # -- 10.4 A launch: recorded by Warp, repeated by the handler ------------------------------------------
 # Warp packs the arguments of a launch into the parameters of the compiled function.  Their layout differs between
-# versions of Warp, so nothing is assumed about it:
+# versions of Warp.  So the only assumption is that pointers are in it, unchanged and in whole words of 8 bytes:
 #
 #     trace or lower   Warp records a launch with the real shapes and values, and with placeholders as the pointers.
 #                      The packed parameters, as words of 8 bytes, go into the launch attribute.  On GPUs, a
@@ -7323,7 +7331,7 @@ class _WarpLaunch:
                 f"{self.block_dim}. Pass tiled=True, and the number of blocks as launch_dims."
             )
         grid_x = n_blocks = -(-n_threads // self.block_dim)  # rounded up, here and below
-        # `_rehash` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        # `_current_kernel_key` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
             grid_x = min(n_blocks, _WARP_MAX_THREADS_X // self.block_dim)  # the other blocks are along y
         grid_y = -(-n_blocks // grid_x)
@@ -7356,7 +7364,7 @@ class _WarpEmitter(_Emitter):
     """An emitter that repeats a recorded launch for each slice or, as a batch launch, for many slices."""
 
     def __init__(self, launch: _WarpLaunch, recorded: Sequence[Any]) -> None:
-        """Read the recorded launches, one for each device of a platform.  All pass the same words."""
+        """Read the recorded launches, one for each device of a platform.  The first one has the words of all."""
         self.recorded = recorded  # keeps Warp's modules loaded
         self.direction = "backward" if recorded[0].adjoint else "forward"
         # The address of the compiled function on each device.  If there was none, `wp.launch` has raised an error.
@@ -7425,7 +7433,8 @@ class _WarpCudaEmitter(_WarpEmitter):
         self.launcher = _CudaLauncher(launch.label, libcuda, functions, recorded)
         if self.is_batch_launch:
             for function in self.addresses:
-                if exceeded := libcuda.exceeded_limits_text(function, config):  # it may need more registers
+                # The batch kernel may need more registers than the user's kernel.
+                if exceeded := libcuda.exceeded_limits_text(function, config):
                     raise _BatchLaunchUnsupported(f"the batch kernel exceeds a limit{exceeded}")
 
     def write(self, ir: _HandlerBuilder, frame: _StructPointer, buffers: _StructPointer, count: _Int64) -> None:
@@ -7435,10 +7444,10 @@ class _WarpCudaEmitter(_WarpEmitter):
             with ir.each_batch_launch(buffers, count, _CUDA_MAX_GRID_YZ) as (arrays, n_slices):
                 self.replace_placeholders(ir, params, arrays, buffers)
                 write_launch(params, grid_z=n_slices)
-            return
-        with ir.each_slice(buffers, count) as arrays:
-            self.replace_placeholders(ir, params, arrays, buffers)
-            write_launch(params)
+        else:
+            with ir.each_slice(buffers, count) as arrays:
+                self.replace_placeholders(ir, params, arrays, buffers)
+                write_launch(params)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -7481,7 +7490,7 @@ class _WarpCallTarget(_CallTarget):
         with _warp_session() as wp, context:
             recorded = [launch.record(wp, device) for device in devices]
             emitter = (_WarpCudaEmitter if platform == "cuda" else _WarpCpuEmitter)(launch, recorded)
-            options = "warp", launch.in_order, _rehash(launch.kernel), launch.block_dim
+            options = "warp", launch.in_order, _current_kernel_key(launch.kernel), launch.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
 
@@ -7516,20 +7525,22 @@ _ADVANCE = "_xla_advance_{}"  # the function that advances the array at a buffer
 # C++, where `decltype(&*p)` is the type of the pointer p, and not of a reference to it.
 _ADVANCE_SNIPPET = "auto& p = array.{field}; p = (decltype(&*p))((char*)p + blockIdx.z * step); return array;"
 _ADVANCE_SOURCE = "@wp.func_native()\ndef advance(array, step): ..."  # Warp looks for the decorator in this source
-_BATCH_KERNELS = _BoundedCache()  # {(`_rehash(kernel)`, field_buffers): batch kernel}
+_BATCH_KERNELS = _BoundedCache()  # {(`_current_kernel_key(kernel)`, field_buffers): batch kernel}
 
 
 def _batch_kernel(kernel: Any, field_buffers: tuple) -> Any:
     """Return the kernel whose blocks with index z run slice z.  `field_buffers` is as in `_WarpLaunch`."""
     with _warp_session() as wp:
-        key = _rehash(kernel), field_buffers
+        key = _current_kernel_key(kernel), field_buffers
         return _BATCH_KERNELS.get(key) or _BATCH_KERNELS.keep(key, _create_batch_kernel(wp, kernel, field_buffers))
 
 
 def _create_batch_kernel(wp: Any, kernel: Any, field_buffers: tuple) -> Any:
     """Create a batch kernel, or raise the reason why the kernel cannot have one."""
     if _has_unanalyzed_code(_warp_analysis(kernel)) or kernel.adj.transformers:
-        raise _BatchLaunchUnsupported("it has C++ code, adjoints or code transformers of your own")
+        raise _BatchLaunchUnsupported(
+            "it has C++ code, adjoints or code transformers of your own, or calls a function that is an argument"
+        )
     source = kernel.adj.source
     annotations = _parameter_types(kernel)
     variables = _referenced_variables(kernel.func)
@@ -9425,8 +9436,8 @@ def _warn_of_deferred_static(kernel: Any, title: str) -> None:
     the values to the `adj.deferred_static_expressions` of this one.  The other kernel may run its code, also with
     `wp.launch`.
 
-    The caller has called `_rehash`, so that `has_unresolved_static_expressions` is up to date.  There may be a warning
-    without need if the kernels also differ in a value that Warp hashes, such as a captured number.
+    The caller has called `_current_kernel_key`, so that `has_unresolved_static_expressions` is up to date.  There may
+    be a warning without need if the kernels also differ in a value that Warp hashes, such as a captured number.
     """
     has_deferred_statics = kernel.adj.has_unresolved_static_expressions
     was_built = bool(kernel.adj.deferred_static_expressions)
