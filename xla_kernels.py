@@ -6499,7 +6499,8 @@ def warp_kernel(
     **Redefinition.** Calls may use the helpers and constants of an earlier trace.  If you redefine one, create the
     wrapper again.  If a loop or factory creates kernels, use `@wp.kernel(module="unique")`, so that Warp builds each
     one alone.  In one module, Warp does not distinguish kernels that differ only in an int beyond 32 bits or in the
-    last digits of a float.  Give such constants a type, such as `wp.float64(0.1)`.
+    last digits of a float, so one may run the code of the other.  Give such constants a type, such as
+    `wp.float64(0.1)`.
 
     Args:
       kernel: A function decorated with `wp.kernel`.  A generic kernel needs `wp.overload`.  If it is omitted,
@@ -6634,7 +6635,7 @@ class _WarpOptions(_Options):
                 "tiled=True needs the number of blocks. launch_dims is missing. Pass launch_dims=n_blocks, or "
                 "a function of the inputs, such as launch_dims=lambda x: x.shape[0] // 64."
             )
-        scratch = jax.tree.leaves(self.scratch)  # a list, because `bool(spec)` is `len(spec) > 0`
+        scratch = jax.tree.leaves(self.scratch)  # a list, because a spec is false if its first dimension is 0
         if self.differentiable and (self.in_out_argnames or self.input_output_aliases or scratch):
             raise ValueError(
                 "A kernel with differentiable=True must not overwrite an input or use scratch, because its adjoint "
@@ -6804,7 +6805,7 @@ class _WarpKernel(_Wrapper):
         if platform in ("cpu", "cuda") and not target.is_noop:
             target.prepare_lowering(platform)  # registers a handler, which the lowering then finds in the registry
             if self.options.name and platform == "cuda":
-                # Programs that were exported in another process refer to named handlers, also for batches.
+                # A program that another process exported may call this name for a batch.  It is not lowered here.
                 target.prepare_lowering(platform, has_batch=True)
         return target
 
@@ -6836,7 +6837,7 @@ class _WarpKernel(_Wrapper):
     def _default_launch_dims(
         self, user_ins: Sequence[_Spec], array_dims: Mapping[str, tuple[int, ...]], n_indices: int
     ) -> tuple[int, ...]:
-        """Return the dimensions of the first array with more than one element, one for each index of `wp.tid()`.
+        """Return the dimensions of the first array that has not one element, one for each index of `wp.tid()`.
 
         Every other array must begin with the same dimensions, or with ones.  Otherwise, any choice might leave out
         elements or write beyond an array.  For example, if the first array has the dimensions (4, 5), another array may
@@ -7055,7 +7056,8 @@ class _WarpParam:
 
     def _shape_fix(self, spec: _Spec, role: str) -> str:
         if self.element_shape:
-            shape = f"({'n, ' * self.ndim}{', '.join(map(str, self.element_shape))})"
+            sizes = "n, m, k, l, "[: 3 * self.ndim]
+            shape = f"({sizes}{', '.join(map(str, self.element_shape))})"
             fix = f"The elements of vectors and matrices are trailing dimensions: shape {shape}"
             if role == "input" and spec.shape[:1] == self.element_shape and len(spec.shape) == self.ndim + 1:
                 fix += f". Move the first dimension: jnp.moveaxis({self.name}, 0, -1)"
@@ -7149,11 +7151,11 @@ def _warp_analysis(kernel: Any) -> _KernelAnalysis:
     return _WARP_ANALYSES.get(key) or _WARP_ANALYSES.keep(key, _KernelAnalysis(kernel))
 
 
-def _n_tid_indices(kernel_analysis: _KernelAnalysis) -> int:
+def _n_tid_indices(analysis: _KernelAnalysis) -> int:
     """Return the largest number of indices that one `wp.tid()` returns, or 0 if there is none."""
     n_indices = 0
-    for analysis in kernel_analysis.analyses.values():
-        for node in analysis.nodes:
+    for function_analysis in analysis.analyses.values():
+        for node in function_analysis.nodes:
             match node:
                 case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):  # `i, j = wp.tid()`
                     n_targets = len(targets)
@@ -7161,27 +7163,28 @@ def _n_tid_indices(kernel_analysis: _KernelAnalysis) -> int:
                     n_targets = 1
                 case _:
                     continue
-            if _builtin_name(analysis.callees[call]) == "tid":
+            if _builtin_name(function_analysis.callees[call]) == "tid":
                 n_indices = max(n_indices, n_targets)
     return n_indices
 
 
-def _uses_tiles(kernel_analysis: _KernelAnalysis) -> bool:
+def _uses_tiles(analysis: _KernelAnalysis) -> bool:
     """Return whether the kernel or a helper calls builtins for tiles."""
     return any(
         _builtin_name(callee).startswith(("tile", "untile"))
-        for analysis in kernel_analysis.analyses.values()
-        for callee in analysis.callees.values()
+        for function_analysis in analysis.analyses.values()
+        for callee in function_analysis.callees.values()
     )
 
 
-def _has_unanalyzed_code(kernel_analysis: _KernelAnalysis) -> bool:
+def _has_unanalyzed_code(analysis: _KernelAnalysis) -> bool:
     """Return whether there is C++ code, a user-defined adjoint, or a call of a function that is an argument."""
-    for function, analysis in kernel_analysis.analyses.items():
+    for function, function_analysis in analysis.analyses.items():
         if any(getattr(function, name, None) for name in ("native_snippet", "custom_grad_func", "custom_replay_func")):
             return True
         # In Warp >= 1.19, a parameter `f` may be a function, which the kernel calls as `f(x)`.
-        if any(callee is None and isinstance(call.func, ast.Name) for call, callee in analysis.callees.items()):
+        callees = function_analysis.callees.items()
+        if any(callee is None and isinstance(node.func, ast.Name) for node, callee in callees):
             return True
     return False
 
@@ -7331,7 +7334,7 @@ class _WarpLaunch:
                 f"{self.block_dim}. Pass tiled=True, and the number of blocks as launch_dims."
             )
         grid_x = n_blocks = -(-n_threads // self.block_dim)  # rounded up, here and below
-        # `_current_kernel_key` has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
+        # The recording has set `grid_stride`.  In Warp 1.14, it is missing, and all kernels have the loop.
         if not getattr(self.kernel, "grid_stride", True):  # without a loop over the grid
             grid_x = min(n_blocks, _WARP_MAX_THREADS_X // self.block_dim)  # the other blocks are along y
         grid_y = -(-n_blocks // grid_x)
@@ -7420,7 +7423,7 @@ class _WarpCpuEmitter(_WarpEmitter):
 
 
 class _WarpCudaEmitter(_WarpEmitter):
-    """An emitter that calls cuLaunchKernel.  The stream orders the slices."""
+    """An emitter that calls cuLaunchKernel.  Launches on a stream run in order."""
 
     traits = _COMMAND_BUFFER_COMPATIBLE  # the handler only launches, and always the same
 
@@ -7490,6 +7493,7 @@ class _WarpCallTarget(_CallTarget):
         with _warp_session() as wp, context:
             recorded = [launch.record(wp, device) for device in devices]
             emitter = (_WarpCudaEmitter if platform == "cuda" else _WarpCpuEmitter)(launch, recorded)
+            # The adjoint of a kernel has another layout: it has more parameters.
             options = "warp", launch.in_order, _current_kernel_key(launch.kernel), launch.block_dim
             layout = str((platform, emitter.param_sizes, emitter.placeholders))
             specialization = _Specialization(self.signature, options, platform, self.requested_name, layout)
@@ -7503,8 +7507,8 @@ class _WarpCallTarget(_CallTarget):
 
 
 # -- 10.5 A batch in one launch ------------------------------------------------------------------------
-# On a GPU, a batch is one launch, whose blocks along z are the slices.  The launched kernel is a copy of the user's
-# kernel, the batch kernel.  Its first lines advance the pointer of each array to the slice of the block:
+# On a GPU, a batch is one launch per 65,535 slices, which are the blocks along z.  The launched kernel is a copy of the
+# user's kernel, the batch kernel.  Its first lines advance the pointer of each array to the slice of the block:
 #
 #     def kernel(x, factor, out):         def kernel(x, factor, out):
 #         i = wp.tid()                        x = _xla_advance_0(x, _xla_step_0)
