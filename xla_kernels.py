@@ -1263,8 +1263,8 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
     positional = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
     passed = [parameters[i] if i < len(parameters) else f"x{i}" for i in range(n_in)]
     problem = (
-        f"{option} must take all inputs by position. The call has the inputs ({', '.join(passed)}), but {option} takes "
-        f"{signature}."
+        f"{option} is called with all inputs by position, and nothing else. The call has the inputs "
+        f"({', '.join(passed)}), but {option} takes {signature}."
     )
     fix = f"{option}=lambda {', '.join(passed)}: ..."
     if missing := ", ".join(map(repr, positional[n_in:])):
@@ -2432,18 +2432,19 @@ class _Emitter:
 _ERROR_MESSAGES: dict[int, Any] = {}
 
 
-def _store_error_message(error: BaseException, label: str) -> int:
-    """Store the message of a kernel's exception as a C string, and return its address.
+def _store_error_message(error: BaseException, label: str, advice: str = "") -> int:
+    """Store the message of a kernel's exception, with advice, as a C string, and return its address.
 
     If this function raised, the callbacks named `report` (6.6, 7.4, 9.5) would return an undefined address.  Only a
     KeyboardInterrupt could cause that, but they take microseconds.  The callback of `_CallbackEmitter` may take long,
     because it runs a user's function, so its message is set beforehand.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
-    advice = f". {_READ_ONLY_ADVICE}" if "destination is read-only" in text else ""  # the text of NumPy's error
+    if "destination is read-only" in text:  # the text of NumPy's error
+        advice = _READ_ONLY_ADVICE
     if len(text) > 10_000:
         text = text[:10_000] + " [...]"
-    text = f"{text}{advice} (raised in a call of kernel '{label}')".replace("\0", "\\0")
+    text = f"{text}{'. ' * bool(advice)}{advice} (raised in a call of kernel '{label}')".replace("\0", "\\0")
     _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
 
@@ -3841,8 +3842,7 @@ class _NumbaWrapper(_Wrapper):
         # Such as "(input, v, output) or (input, v)" with in_out_argnames=["v"].
         expected = " or ".join(f"({', '.join(roles[buffer] for buffer in x.args)})" for x in maps)
         return TypeError(
-            "A kernel takes its inputs, outputs and scratch by position, or (on CPUs) only its inputs, and returns its "
-            f"outputs. Kernel {self.__name__!r} takes {inspect.signature(_py_func(self.kernel))}. This call has "
+            f"Kernel {self.__name__!r} takes {inspect.signature(_py_func(self.kernel))}. This call has "
             f"{_counted(n_in, 'input')}, and outs declares {_counted(n_outs, 'output')}, so the parameters must be "
             f"{expected}. Correct the call, outs or the kernel. If a parameter is both input and output, list it in "
             "in_out_argnames. If it is a constant, wrap the kernel in a function that has the constant in its closure."
@@ -3908,7 +3908,8 @@ _ADVICE = {
     ),
     # Untyped global name 'breakpoint'
     r"Module\(<module 'pdb|name 'breakpoint'": (
-        "Compiled kernels have no debugger. In Python, debug wrapper.__wrapped__ (or its .py_func) with NumPy arrays."
+        "It calls a debugger, which compiled code cannot. Remove the call. To debug the kernel in Python, call its "
+        "Python function (wrapper.__wrapped__, or its .py_func) with NumPy arrays."
     ),
     # Use of unsupported opcode (IMPORT_NAME) found.
     r"IMPORT_NAME": "A kernel cannot import. Import outside of the kernel.",
@@ -4043,7 +4044,10 @@ class _NumbaEmitter(_Emitter):
                 exception = ctypes.cast(exception_address, ctypes.py_object).value
             else:  # a helper in object mode was called through a function pointer, so `_check_no_object_mode` missed it
                 exception = RuntimeError("object mode raised an exception, which is lost. Use jax.pure_callback")
-            return _store_error_message(exception, label)
+            advice = ""
+            if type(exception) in (IndexError, ZeroDivisionError):  # usually raised by Numba, not by the user's `raise`
+                advice = "To find the line, call the kernel's Python function with NumPy arrays"
+            return _store_error_message(exception, label, advice)
 
         callback = ctypes.CFUNCTYPE(_PTR, _PTR)(report)
         self.code_key = ("numba",)
@@ -5430,8 +5434,8 @@ class _SizesOption(NamedTuple):
 
 
 _GRID_FIX = (
-    "Pass the number of blocks. If there are too many, put the largest size in x, or let each thread run several "
-    "elements: for i in range(cuda.grid(1), n, cuda.gridsize(1))."
+    "If there are too many blocks, put the largest size in x, and exchange the indices in the kernel. Or let each "
+    "thread run several elements: for i in range(cuda.grid(1), n, cuda.gridsize(1))."
 )
 _GRID = _SizesOption("grid", 0, (2**31 - 1, _CUDA_MAX_GRID_YZ, _CUDA_MAX_GRID_YZ), _GRID_FIX)
 _BLOCK = _SizesOption(
@@ -6982,10 +6986,14 @@ class _WarpParam:
     def check_value(self, value: Any) -> Any:
         """Return an argument that is passed by value, in a form that Warp takes.  Raise an error if it does not fit."""
         if isinstance(value, jax.core.Tracer):
-            fix = "Pass a concrete value: jax.jit(f, static_argnums=...)"
-            if self.dtype is not None:
+            if self.dtype is None:
+                fix = f"Create the {self.type.key} outside of jax.jit, as a variable of the closure"
+            else:
                 element = "..." if self.element_shape else f"wp.{self.dtype}"
-                fix += f". Or annotate the parameter as wp.array(dtype={element}), and read its element [0]"
+                fix = (
+                    "Pass a concrete value: jax.jit(f, static_argnums=...). Or annotate the parameter as "
+                    f"wp.array(dtype={element}), and read its element [0]"
+                )
             raise self._error(TypeError, value, fix)
         if self.dtype == np.uint64 and hasattr(value, "id"):  # such as `wp.HashGrid` and `wp.Mesh`
             raise self._error(TypeError, value, f"Pass its id: {self.name}.id")
@@ -7017,8 +7025,8 @@ class _WarpParam:
             # It may be a mistake: an output float32[] of a kernel that stores to out[i], or an output float32[3] that
             # was meant as three elements of the type vec3.  Then the kernel would write beyond the buffer.
             one = (1,) * self.ndim + self.element_shape
-            reshape = f", and reshape the input: {self.name}.reshape{one}" if role == "in-out" else ""
-            fix = f"For a single element, declare {_spec_code(one, self.dtype)}{reshape}"
+            reshape = f", and pass {self.name}.reshape{one}" if role == "in-out" else ""
+            fix = f"For a single element, declare {_spec_code(one, self.dtype)} in outs{reshape}"
             raise self._error(TypeError, spec, fix)
         if not all(isinstance(size, int) for size in spec.shape):
             raise self._error(NotImplementedError, spec, "A launch needs known dimensions. Export a program per shape")
@@ -8673,8 +8681,8 @@ def _run_kernel_on_slice(op_call: _OpCall, entry: KernelEntry, *ins: Any) -> lis
         returned = _call_generated_function(function, subject, entry.backend, ins)
     except Exception as error:
         others = [name for name in op_call.op.available_backends(entry.platform) if name != entry.backend]
-        advice = f" Pass backend= to use another one: {', '.join(others)}." if others else ""
-        error.add_note(f"Raised by {subject}.{advice}")
+        advice = f" To use another backend meanwhile, pass backend=, one of {', '.join(others)}." if others else ""
+        error.add_note(f"Raised by {subject}, or by its generator.{advice}")
         raise
     return _checked_outputs(subject, returned, op_call)
 
@@ -8699,7 +8707,10 @@ def _generated_function(
             f"{_kernel_advice(entry.backend)}"
         )
     if isinstance(function, _Wrapper) and function.options.has_side_effect:
-        raise TypeError(f"{function!r} cannot have side effects here. {_OPTIONS_WITHOUT_EFFECT['has_side_effect']}")
+        raise TypeError(
+            f"A kernel of an op cannot have side effects. {function!r} has has_side_effect=True. "
+            f"{_OPTIONS_WITHOUT_EFFECT['has_side_effect']}"
+        )
     return function
 
 
@@ -8793,8 +8804,9 @@ def _op_transpose(cts: Sequence, *operands: Any, _op_call: _OpCall) -> list:
     rule = op._rules.transpose
     if rule is None:
         raise NotImplementedError(
-            f"A JVP rule that calls an op on tangents needs the transpose rule of that op. {op.title} has none. Define "
-            "op.def_transpose_rule(...), compute the tangents with jax.numpy, or define op.def_vjp_rule(...)."
+            f"`grad` transposes the operations that a JVP rule applies to tangents. {op.title} is one of them, and has "
+            "no transpose rule. Define its def_transpose_rule(...), or compute the tangents with jax.numpy. Or give "
+            "the op that has the JVP rule a def_vjp_rule(...) instead."
         )
     if all(type(ct) is ad.Zero for ct in cts):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
