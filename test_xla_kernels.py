@@ -4,17 +4,17 @@
 #
 #     The matrix        every operation, on every backend, under every transformation, with every dtype
 #     Helpers           specs, kernels from strings, threads and processes, for the tests of all sections
-#     Numba             captured values, calling conventions, checks of kernels, initial values, aliases, target names
-#     Numba CUDA        the processes of the fake driver and of the simulator, errors, callables, batch launches
-#     Warp              values, gradients, errors, batch launches
+#     Numba             captured values, shapes, calling conventions, inputs, initial values, aliases, loops, targets
+#     Numba CUDA        the processes of the fake driver and of the simulator, kernels, launches, batch launches
+#     Warp              values, derivatives, targets, batch launches, inputs, initial values, gradients, launches
 #     Only on a GPU     loops, devices and command buffers of XLA
-#     XLACustomKernel   dispatch, generators, and rules for derivatives and batches
+#     XLACustomKernel   inputs, dispatch, generators, rules for derivatives and batches, benchmarks
 #     Several devices   partitioned batches
 #     Mistakes          a table of mistakes, and the errors that they raise
 #     C structs         the structs of XLA's API
-#     Processes         tests that need a process of their own
-#     conftest.py       the conditions for skips
-#     Documents         programs, links and tables in the documents, and the docstrings
+#     Processes         tests that need a process of their own, copies of the library's file, and its self-check
+#     conftest.py       the conditions for skips, and the check of logged reasons
+#     Documents         programs, links and tables in the documents, the docstrings, and the figure
 #
 # Marks and fixtures say where a test runs.  Without one of these, it runs on the CPU.
 #
@@ -57,6 +57,7 @@ import sys
 import textwrap
 import threading
 import time
+import timeit
 import types
 import typing
 import warnings
@@ -80,6 +81,7 @@ from jax.experimental import serialize_executable
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from numba.core.event import install_recorder
+from numba.core.runtime import _nrt_python, rtsys
 
 import conftest
 import xla_kernels as xk
@@ -103,16 +105,17 @@ cuda = conftest.cuda_module()
 # The matrix: every operation, on every backend, under every transformation, with every dtype
 #
 # A cell of the matrix is one test, such as `test_matrix[hadamard-numba-vmap-float32]`.  It runs one kernel and compares
-# the results with a reference: the same operation, computed by NumPy or, under a transformation, by JAX.  All other
-# kernels of the operation raise, so a cell cannot pass by running another backend's kernel.  At the end of a run,
-# conftest.py prints how many cells passed.
+# the results with a reference: the same operation, computed by NumPy or, under a transformation, by JAX.  If the
+# backend calls an op, all other kernels of the op raise, so a cell cannot pass by running another backend's kernel.  At
+# the end of a run, conftest.py prints how many cells passed.
 #
 #     TRANSFORMATIONS   `vmap` and others: functions that call an operation.  They are written in two classes.
 #     OPERATIONS        `add` and others: a class with a reference, and one kernel for all languages or one for each
 #     Language          Numba, Cuda, Warp, Pallas, Jax: how kernels are written, decorated and wrapped
 #     BACKENDS          `numba_parallel` and others: a language, with options for its kernels and wrappers
 #
-# These classes are namespaces: they have no instances, and their functions take no `self`.
+# The classes of transformations, operations and languages are namespaces: they have no instances, and their functions
+# take no `self`.
 #
 # `unsupported` lists what cannot run, with the text of the error (see test_unsupported_cell_raises).  The fields
 # `left_out`, `transformations` and `dtypes` select the cells of an operation and of a backend, so that few cells test
@@ -419,7 +422,7 @@ class Operation:
     params = {}  # static parameters of the call
     options = {}  # of the wrappers
     launch_dims = None  # if a launch does not have one thread for each element of the first output
-    unsupported = {}  # backend: the text of the error under `grad`
+    unsupported = {}  # backend: the text of the error under each transformation, which is tested under `grad`
     left_out = {}  # backend: why the operation has no kernel for it
     transformations = tuple(TRANSFORMATIONS)  # that have cells; `hadamard` has cells of all
 
@@ -630,7 +633,7 @@ def kernel_function(operation, language, dtype):
     namespace = {**globals(), **operation.params, "Scalar": language.scalar(dtype)}
     if hasattr(operation, method):
         return types.FunctionType(getattr(operation, method).__code__, namespace)
-    assert hasattr(operation, "element"), f"{operation} needs `element`, `{method}`, or a reason in `unsupported`."
+    assert hasattr(operation, "element"), f"{operation} needs `element`, `{method}`, or a reason in `left_out`."
     _, (out, *_), _ = specs_of(operation, dtype)
     source = kernel_source(operation.element, language, out.ndim)
     file = f"<{method} of {operation.name}>"
@@ -1371,17 +1374,29 @@ def test_wrapper_without_module_variable_is_pickled_by_value(monkeypatch):
 # The matrix runs the others, and so do the tests of ops.
 
 
+def runs_in_python():
+    return True
+
+
+@numba.extending.overload(runs_in_python)
+def _compile_runs_in_python():
+    return lambda: False
+
+
 def test_lowered_program_calls_no_python():
-    """The only custom call is the target of the kernel, as opposed to that of a callback."""
+    """The only custom call is the target of the kernel, as opposed to that of a callback.  It runs machine code."""
+    kernel = wrap(kernel_from_body("for i in range(x.size): out[i] = x[i] + (2 if runs_in_python() else 1)"))
 
-    def program(x):
-        return jax.lax.fori_loop(0, 3, lambda _, v: jax.vmap(add_one)(v), x)
+    def compiled(function):
+        return jax.jit(function).lower(ROWS).compile()
 
-    def targets(function):
-        return set(re.findall(r"custom_call_target=\"([^\"]+)", jax.jit(function).lower(ROWS).compile().as_text()))
+    def targets(program):
+        return set(re.findall(r"custom_call_target=\"([^\"]+)", program.as_text()))
 
-    assert targets(program) == {target_of(add_one, ONE_TO_8)}
-    assert "python" in str(targets(lambda x: jax.pure_callback(np.sin, x, x)))
+    program = compiled(lambda x: jax.lax.fori_loop(0, 3, lambda _, v: jax.vmap(kernel)(v), x))
+    assert targets(program) == {target_of(kernel, ONE_TO_8)}
+    check_close(program(ROWS), ROWS + 3)
+    assert "python" in str(targets(compiled(lambda x: jax.pure_callback(np.sin, x, x))))
 
 
 def test_exported_kernel_accepts_symbolic_shape():
@@ -1951,19 +1966,30 @@ def test_uncached_kernel_does_not_share_code_of_equal_cached_kernel(tmp_path):
 LARGE_SPEC = spec(100_000)
 
 
-def test_inputs_are_not_copied(caplog):
+def n_allocations(program, *args):
+    """Return how often Numba's machine code allocates memory in a call of a compiled program."""
+    _nrt_python.memsys_enable_stats()
+    before = rtsys.get_allocation_stats().alloc
+    jax.block_until_ready(program(*args))
+    allocated = rtsys.get_allocation_stats().alloc - before
+    _nrt_python.memsys_disable_stats()
+    return allocated
+
+
+def test_inputs_are_not_copied():
     """This includes kernels and helpers with a signature of writable arrays, and unbatched inputs of a batch."""
     calls_add = njit_from_body("y = x\nadd_one_with_signature(y, out)")
     shared = jax.vmap(wrap(kernel_from_body("out[0] = x[0] + y[-1]", "x, y, out")), (0, None))
+    copying = wrap(kernel_from_body("y = x.copy(); np.add(y, 1, out)"))
     for kernel, *specs in (
-        (wrap(add_one_with_signature), LARGE_SPEC), (wrap(calls_add), LARGE_SPEC), (shared, spec(8, 1), LARGE_SPEC)
+        (wrap(add_one_with_signature), LARGE_SPEC), (wrap(calls_add), LARGE_SPEC), (shared, spec(8, 1), LARGE_SPEC),
+        (copying, LARGE_SPEC),
     ):  # fmt: skip
-        caplog.clear()
-        results = kernel(*[np.ones(each.shape, np.float32) for each in specs])
-        np.testing.assert_array_equal(results, np.full(results.shape, 2))
-        assert "compiled" in caplog.text and "gets copies" not in caplog.text
-        memory = jax.jit(kernel).lower(*specs).compile().memory_analysis()
-        assert 0 <= memory.temp_size_in_bytes < 1000  # the copies by XLA, which itself uses some bytes
+        program = jax.jit(kernel).lower(*specs).compile()
+        inputs = [np.ones(each.shape, np.float32) for each in specs]
+        np.testing.assert_array_equal(program(*inputs), np.full(program.out_info.shape, 2))
+        assert n_allocations(program, *inputs) == (kernel is copying)
+        assert 0 <= program.memory_analysis().temp_size_in_bytes < 1000  # the copies by XLA, which uses some bytes
 
 
 COPIED_INPUTS = {  # a statement, and the inputs that are copied before it
@@ -2146,14 +2172,20 @@ def add_1_in_jax(v, i):
     return v.at[i].add(1)
 
 
-@pytest.mark.parametrize("program, add_1", [
+INPLACE_UPDATES = pytest.mark.parametrize("program, add_1", [
     (store_before_update, add_1_at), (store_before_update, add_1_in_op), (read_before_update, add_1_at)
 ], ids=["store before update", "store before update in op", "read before update"])  # fmt: skip
-def test_inplace_update_in_loop_matches_jax_and_adds_no_copy(program, add_1):
-    """A state that a loop still needs is copied, which shows that `copies_of_state` finds copies."""
+
+
+@INPLACE_UPDATES
+def test_inplace_update_matches_jax_in_loop(program, add_1):
     check_close(program(add_1, jnp.arange(100.0)), program(add_1_in_jax, jnp.arange(100.0)))
-    if conftest.missing("jax 0.11.2"):
-        return
+
+
+@pytest.mark.needs("jax 0.11.2")
+@INPLACE_UPDATES
+def test_inplace_update_adds_no_copy_in_loop(program, add_1):
+    """A state that a loop still needs is copied, which shows that `copies_of_state` finds copies."""
     in_loops, elsewhere = copies_of_state(partial(program, add_1))
     assert in_loops == 0 and elsewhere <= copies_of_state(partial(program, add_1_in_jax))[1]
     assert all(copies_of_state(lambda v: jax.lax.fori_loop(0, 9, lambda i, _: add_1_at(v, i), v)))
@@ -2640,7 +2672,7 @@ def array_and_address(shape, dtype="float32"):
 
 
 def test_cuda_handler_packs_arrays_like_package(fake_cuda, package_cuda):
-    """The arrays have zero to three dimensions and all dtypes."""
+    """The arrays have zero to three dimensions, and the dtypes of Numba CUDA that do not need x64."""
     dtypes = [dtype for dtype in DTYPES if dtype not in Cuda.unsupported and not DTYPES[dtype].needs_x64]
     inputs, expected = zip(*[array_and_address((2, 3, 4)[: k % 4], dtype) for k, dtype in enumerate(dtypes)])
     out, scratch = spec(4, 5, dtype="int16"), spec(6)
@@ -3265,6 +3297,11 @@ USES_OF_Z = [
 ]
 WITHOUT_Z = """
 .extern .func (.param .b32 result) vprintf (.param .b64 x);
+.extern .func __assertfail (.param .b64 x);
+.extern .func (.param .b64 result) malloc (.param .b64 x);
+.extern .func free (.param .b64 x);
+.extern .func (.param .b64 result) numba_gil_ensure ();
+.extern .func (.param .b64 result) NRT_Allocate (.param .b64 x);
 mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.z; mov.u32 %r3, %tid.z; mov.u32 %r4, %nctaid.y;"""
 
 
@@ -3857,18 +3894,18 @@ def test_warp_batch_kernel_built_at_trace_if_named(fake_warp_gpu, monkeypatch):
     """An exported program may contain a batch, and run in a process that lowers no batch."""
     monkeypatch.setattr(xk, "_default_platform", lambda: "gpu")
     kernel, _ = new_warp_kernel()
-    rows = [  # options, and how many handlers there are after a trace, and after a batch
+    rows = [  # options, and how many handlers a trace adds, and the trace and a batch together
         ({}, 1, 2),
         ({"name": new_name("two")}, 2, 2),
         ({"name": new_name("one"), **IN_ORDER}, 1, 1),
     ]
-    for options, after_trace, after_batch in rows:
+    for options, by_trace, by_both in rows:
         call = xk.warp_kernel(kernel, like_first, **options)
         before = len(fake_warp_gpu.handlers)
         jax.eval_shape(call, spec(7), spec(7))
-        assert len(fake_warp_gpu.handlers) == before + after_trace
+        assert len(fake_warp_gpu.handlers) == before + by_trace
         run_for_cuda(jax.vmap(call), *TWO_BATCHES)
-        assert len(fake_warp_gpu.handlers) == before + after_batch
+        assert len(fake_warp_gpu.handlers) == before + by_both
 
 
 FALLBACK_CAUSES = {  # a pattern of the logged reasons, and a change to the kernel or the library
@@ -5299,15 +5336,24 @@ def test_op_benchmark_shows_difference_or_error_of_each_backend():
     assert op_adding(a=np.nan, b=np.nan).benchmark(ONE_TO_8, outs=like_first).rows[1].difference == 0
 
 
-def test_op_benchmark_measures_first_call_in_ms_and_median_in_us():
-    def wait_20_ms(x):
-        time.sleep(0.02)
+def test_op_benchmark_measures_first_call_in_ms_and_median_in_us(monkeypatch):
+    """The calls advance a fake clock."""
+    durations = iter([  # of the calls, in seconds
+        8,  # the first call
+        1,  # sets the number of repetitions, 5
+        2, 2, 32, 2, 2,  # the repetitions; their mean is 8
+        0,  # computes the outputs
+    ])  # fmt: skip
+    times = [0]
+
+    def add_one_and_advance_clock(x):
+        times.append(times[-1] + next(durations))
         return x + 1
 
-    op = op_with_kernel(lambda x: jax.pure_callback(wait_20_ms, x, x))
+    monkeypatch.setattr("timeit.Timer", partial(timeit.Timer, timer=lambda: times[-1]))
+    op = op_with_kernel(lambda x: jax.pure_callback(add_one_and_advance_clock, x, x))
     (row,) = op.benchmark(ONE_TO_8, outs=like_first, backend="jax").rows
-    assert row.backend == "jax" and row.difference == 0
-    assert row.first_ms >= 20 and 20_000 <= row.median_us < 20_000_000
+    assert (row.backend, row.first_ms, row.median_us, row.difference) == ("jax", 8000, 2_000_000, 0)
 
 
 # ======================================================================================================
@@ -5468,7 +5514,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ("wrap(outs=lambda x: x.shap)(ONES)", TypeError, "raised AttributeError: .*Check the spelling of 'shap'."),
     ("wrap(outs=types.SimpleNamespace(shape=None, dtype=np.float32))",
      TypeError, "of Python ints. Got None. A shape is a tuple, such as (3,)."),
-    ("wrap(scratch=lambda x: spec(x.shape[1]))(ONES)", TypeError, "scratch, .*, raised IndexError"),
+    ("wrap(scratch=lambda x: spec(x.shape[1]))(ONES)",
+     TypeError, "scratch, .*, raised IndexError: .*Check the indices of shapes"),
     ("wrap(outs=lambda x: spec(2, x.shape))(ONES)", TypeError, "(2, (4,)) contains .*Unpack it: (2, *x.shape)"),
     ("wrap(outs=lambda x: spec(x.size / 2))(ONES)", TypeError, "of Python ints. Got (2.0,). .*x.size // 2"),
     ("wrap(outs=lambda x: jax.ShapeDtypeStruct(x.size, x.dtype))(ONES)",
@@ -5741,9 +5788,9 @@ OP_MISTAKES = [
     ("add_in_op([1.0])", TypeError, "'op': input 0.*a number or an array.*got list [1.0]. .*jnp.array(x)"),
     # calls
     ("jax.grad(lambda x: op_with_kernel(lambda y: x * y)(1.0, outs=spec()))(1.0)",
-     TypeError, "'op': .* traced values of its closure. Got .* as an operand"),
+     TypeError, "'op': .* traced values of its closure. Got .*Pass the value as an operand: op(x, value,"),
     ('op_with_kernel(lambda x: (x.min(), x.max()))(ONES, outs={"low": spec(), "high": spec()})',
-     ValueError, "'op'.*returned .*, but outs declares .*"),
+     ValueError, "'op'.*returned .*, but outs declares .*Return what outs declares, or use a tuple"),
     ('call_broken("shape")', ValueError, "'shape' .* returned (float32[4,2]), but outs declares (float32[8])"),
     ('call_broken("far")', ValueError, "'far' for platform 'cpu'. Registered: cpu: shape, .*, numba; gpu: far. "),
     ('call_broken("")', ValueError, "no backend '' for platform 'cpu'"),
@@ -5773,9 +5820,10 @@ OP_MISTAKES = [
     ("xk.defjvp(3)", TypeError, "defjvp takes an XLACustomKernel or a jax Primitive. Got 3"),
     ('empty_op().def_jvp_rule2(None, "wrong")', TypeError, "operand 1 must be a function. Got 'wrong'"),
     # transformations
-    ('call_broken("ordered")', NotImplementedError, "must not have ordered effects"),
-    ("differentiate_op_whose_rule_calls_it()", NotImplementedError, "is one of them.*Define its def_transpose_rule(...), or .*def_vjp_rule(...) instead"),
-    ("jax.grad(as_function(empty_op()))(1.0)", NotImplementedError, "has no JVP rule"),
+    ('call_broken("ordered")', NotImplementedError, "ordered effects, .* call the generator's function instead"),
+    ("differentiate_op_whose_rule_calls_it()",
+     NotImplementedError, "is one of them.*Define its def_transpose_rule(...), or .*def_vjp_rule(...) instead"),
+    ("jax.grad(as_function(empty_op()))(1.0)", NotImplementedError, "has no JVP rule. .*op.def_vjp_rule(f"),
     ('pickle.dumps(xk.XLACustomKernel("local"))', pickle.PicklingError, "'local'.*a variable at the top level"),
 ]  # fmt: skip
 
@@ -6081,18 +6129,20 @@ def test_missing_backend_error_names_package(name, packages, monkeypatch):
         getattr(xk, f"{name}_kernel")(copy_elements.__wrapped__, like_first)(ONES)
 
 
-@pytest.mark.parametrize("is_broken", [False, True], ids=["as installed", "broken warp"])
-def test_self_check_reports_working_missing_and_broken_backends(capsys, monkeypatch, is_broken):
-    if is_broken:
-        monkeypatch.setitem(sys.modules, "warp", types.ModuleType("warp"))
+@pytest.mark.parametrize("warp_module, status", [
+    (wp, 0), (None, 0), (types.ModuleType("warp"), 1)
+], ids=["as installed", "missing warp", "broken warp"])  # fmt: skip
+def test_self_check_reports_working_missing_and_broken_backends(capsys, monkeypatch, warp_module, status):
+    is_available = warp_module and not conftest.missing("warp")
+    monkeypatch.setitem(sys.modules, "warp", warp_module)
     works = r" +works, [\d.]+ µs per call under jit"
-    warp_report = " +FAILED: " if is_broken else " +not available: " if conftest.missing("warp") else works
+    warp_report = " +FAILED: " if status else works if is_available else " +not available: "
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(xk.__file__, run_name="__main__")
     report = capsys.readouterr().out
     assert re.search(f"^numba +cpu{works}", report, re.MULTILINE), report
     assert re.search(f"^warp +cpu{warp_report}", report, re.MULTILINE), report
-    assert ended.value.code == is_broken
+    assert ended.value.code == status
 
 
 # ======================================================================================================
@@ -6112,11 +6162,12 @@ def test_conftest_skips_test_or_fails_with_require(request, monkeypatch):
         setup()
 
 
-def test_conftest_rejects_exception_as_reason_for_per_slice_launches():
+@pytest.mark.parametrize("exception", ["KeyError: 'boom'", "AssertionError:"], ids=["text", "no text"])
+def test_conftest_rejects_exception_as_reason_for_per_slice_launches(exception):
     start = f"'f' {conftest.PER_SLICE_FALLBACK}"
     conftest.check_fallbacks([start + "captured values have changed since the kernel was compiled"])
     with pytest.raises(AssertionError):
-        conftest.check_fallbacks([start + "KeyError: 'boom'"])
+        conftest.check_fallbacks([start + exception])
 
 
 # ======================================================================================================
