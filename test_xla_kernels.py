@@ -1239,6 +1239,14 @@ def test_kernel_with_compiler_pipeline_does_not_share_code_of_equal_kernel():
         wrap(numba.njit(pipeline_class=Rejects)(kernel))(ONES)
 
 
+def test_kernel_with_explicit_signature_keeps_its_other_options():
+    """The library recreates such a kernel, because it compiles for no other types."""
+    overflows = kernel_from_body("total = 201; out[0] = total")
+    assert result_of(numba.njit("void(f4[::1], f4[::1])", locals={"total": numba.int8})(overflows)) == -55
+    divides = kernel_storing("2 / (x[0] - 1)")
+    assert result_of(numba.njit("void(f4[::1], f4[::1])", error_model="numpy")(divides)) == math.inf
+
+
 def test_globals_are_read_once_per_compiled_signature():
     """A direct call of a decorated kernel compiles it, too."""
     jitted = numba.njit(kernel_storing("number", number=1))
@@ -1617,11 +1625,16 @@ CONVENTIONS = {
     "returns one of its inputs": Convention(larger, like_first, larger, [TWO_ROWS, TWO_ROWS[::-1]]),
     "returns a tuple": Convention(
         first_and_rest, (spec(), (spec(2), spec())), first_and_rest, [TWO_ROWS], {"scratch": ()}),
+    "returns constants": Convention(
+        lambda x: (x[0], 3, True), (spec(), spec(dtype=np.int32), spec(dtype=bool)),
+        lambda x: (x[0], np.int32(3), np.bool_(True)), [TWO_ROWS]),
     "returns a NamedTuple": Convention(
         swap, lambda x, y: Pair(x, y), lambda x, y: Pair(y, x), [TWO_ROWS, -TWO_ROWS]),
     "returns aliased outputs": Convention(
         swap, swap, swap, [TWO_ROWS, -TWO_ROWS], {"input_output_aliases": {0: 0, 1: 1}}),
     "star args": Convention(("*a", "a[-1][0] = a[0][0]"), spec(1), lambda x, y: x[:1], [TWO_ROWS, -TWO_ROWS]),
+    "star args of a helper": Convention(
+        ("x, *rest", "store_again(*rest)"), spec(1), lambda x: np.zeros(1, np.float32), [TWO_ROWS]),
     "a default": Convention(("x, out, n=3", "out[0] = n * x[0]"), spec(1), lambda x: 3 * x[:1], [TWO_ROWS]),
     "vectorize": Convention(numba.vectorize(lambda x, y: x + y), like_last, np.add, [TWO_SCALARS, TWO_ROWS]),
     "scalars": Convention(
@@ -1883,9 +1896,12 @@ NEVER_STORES = {  # parameters, body, the fix in the message, options
 
 @pytest.mark.parametrize("parameters, code, fix, options", named_rows(NEVER_STORES))
 def test_output_never_stored_to_raises(parameters, code, fix, options):
+    """This includes a kernel that was accepted with `zero_outputs=True`."""
     inputs = [ONES, ONES] if "in_out_argnames" in options else [ONES]
+    kernel = njit_from_body(code, parameters)
+    jax.eval_shape(wrap(kernel, zero_outputs=True, **options), *inputs)
     with pytest.raises(TypeError, match=pattern_of(f"never stores to.*{fix}")):
-        jax.eval_shape(wrap(njit_from_body(code, parameters), **options), *inputs)
+        jax.eval_shape(wrap(kernel, **options), *inputs)
 
 
 @pytest.mark.filterwarnings("ignore:Could not find source")
@@ -1909,6 +1925,7 @@ CACHED_KERNELS = {  # bodies of kernels that Numba caches, and a part of the err
     "out[0] = [v for v in (x, x)][0][2]": "[4.0, 0.0, 0.0, 0.0]",
     "copy_elements(np.ones((4, 4), np.float32) @ x, out)": "[10.0, 10.0, 10.0, 10.0]",
     "for i in numba.prange(4): out[i] = 2 * x[i]": "[6.0, 2.0, 8.0, 4.0]",
+    "out[1] = x[0]  # has an explicit signature": "[0.0, 3.0, 0.0, 0.0]",
 }
 CACHED_HELPERS = {"store_in(a)": "a.flat[0] = 77", "copy_elements(x, out)": "for i in range(4): out[i] = x[i]"}
 
@@ -1940,7 +1957,9 @@ def test_second_process_loads_cached_kernels_and_checks_them(tmp_path):
     functions = CACHED_HELPERS | {f"kernel_{i}(x, out)": body for i, body in enumerate(CACHED_KERNELS)}
     source = "import numba, numpy as np\n"
     for signature, body in functions.items():
-        source += f"@numba.njit(cache=True, parallel={'prange' in body})\ndef {signature}:\n    {body}\n"
+        types_of_kernel = "'void(f4[::1], f4[::1])'" if "explicit signature" in body else None
+        source += f"@numba.njit({types_of_kernel}, cache=True, parallel={'prange' in body})\n"
+        source += f"def {signature}:\n    {body}\n"
     (tmp_path / "cached_kernels.py").write_text(source)
     here = results_of_cached_kernels(tmp_path)
     elsewhere = another_process().submit(results_of_cached_kernels, tmp_path).result()
@@ -2606,11 +2625,12 @@ def test_cuda_correct_kernel_stores_expected_element(code, stored):
 @pytest.mark.needs("cuda decorates")
 @pytest.mark.parametrize("code", ["out = x", "y = out[0] + 1"], ids=["assigns", "reads"])
 def test_cuda_output_or_in_out_argument_never_stored_to_raises(code):
-    jax.eval_shape(new_cuda_wrapper(cuda, body=code), SPEC_4)  # must not affect the next wrappers
+    wrap_kernel = partial(xk.numba_cuda_kernel, new_cuda_kernel(cuda, "x, out", code), like_first, **ONE_THREAD)
+    jax.eval_shape(wrap_kernel(zero_outputs=True), SPEC_4)  # must not affect the next wrappers
     with pytest.raises(TypeError, match="never stores to output 'out'"):
-        jax.eval_shape(new_cuda_wrapper(cuda, body=code, zero_outputs=None), SPEC_4)
+        jax.eval_shape(wrap_kernel(), SPEC_4)
     with pytest.raises(TypeError, match="never stores to in-out argument 'out'"):
-        jax.eval_shape(new_cuda_wrapper(cuda, body=code, zero_outputs=None, in_out_argnames=["out"]), SPEC_4, SPEC_4)
+        jax.eval_shape(wrap_kernel(in_out_argnames=["out"]), SPEC_4, SPEC_4)
 
 
 @pytest.mark.needs("cuda decorates")
@@ -3008,10 +3028,11 @@ def test_cuda_aliased_input_shares_memory_with_output(body, result):
 
 
 @needs_cuda
-def test_cuda_kernel_with_thread_indices_takes_more_launch_dims_than_cuda_grid():
-    body = "i = cuda.grid(1); j = cuda.threadIdx.y\nif i < 3 and j < 2: out[j, i] = x[j, i] + 1"
+@pytest.mark.parametrize("axis, launch_dims", [("y", (3, 2)), ("z", (3, 1, 2))], ids=["y", "z"])
+def test_cuda_kernel_with_thread_indices_takes_more_launch_dims_than_cuda_grid(axis, launch_dims):
+    body = f"i = cuda.grid(1); j = cuda.threadIdx.{axis}\nif i < 3 and j < 2: out[j, i] = x[j, i] + 1"
     kernel = new_cuda_kernel(cuda, "x, out", body)
-    call = xk.numba_cuda_kernel(kernel, like_first, launch_dims=(3, 2))
+    call = xk.numba_cuda_kernel(kernel, like_first, launch_dims=launch_dims)
     np.testing.assert_array_equal(call(jnp.ones((2, 3))), np.full((2, 3), 2))
 
 
@@ -3243,10 +3264,10 @@ def test_fakecuda_or_gpu_changed_captured_value_prevents_batch_launch(counting_c
     for dtype, factor in compiled_with.items():
         values["factor"] = factor
         counting_cuda.run(wrap_cuda(kernel), batch_of[dtype][0])
-    steps = ("f4", 3, None), ("f4", 3, {0: 0}), ("i4", 3, None), ("i2", 2, None), ("u4", 2, None)
-    for dtype, factor, aliases in steps:
+    steps = ("f4", 3, None), ("f4", 3, True), ("i4", 3, None), ("i2", 2, None), ("u4", 2, None)
+    for dtype, factor, zero_outputs in steps:  # with another `zero_outputs`, it is another target of the same code
         values["factor"] = factor
-        call, batch = wrap_cuda(kernel, input_output_aliases=aliases), batch_of[dtype]
+        call, batch = wrap_cuda(kernel, zero_outputs=zero_outputs), batch_of[dtype]
         has_changed = factor != compiled_with[dtype]
         counting_cuda.check_batch(call, [batch], 3 if has_changed else 1, compiled_with[dtype] * batch)
         text = "captured values have changed since the kernel was compiled"
@@ -3956,6 +3977,10 @@ def store(a: floats, i: int): store(a, i, 3.0)
 @wp.func
 def store_generic(a: Any, i: int): a[i] = 1.0
 @wp.func
+def load_or_store(a: floats): return a[0]
+@wp.func
+def load_or_store(a: Any, i: int): a[i] = 1.0
+@wp.func
 def load(a: floats, i: int, n: int): return a[i + n]
 @wp.func
 def load(a: floats, i: int): return load(a, i, 0)
@@ -3994,6 +4019,8 @@ if hasattr(wp, "ref"):  # Warp >= 1.19
     def set_field(r: wp.ref[Box], i: int): r.pos[i] = 1.0
     @wp.func
     def fill_by_reference(r: wp.ref[Box], a: floats): r.pos = a
+    @wp.func
+    def replace_by_reference(r: wp.ref[floats], a: floats): r = a
 """  # fmt: skip
 WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x, y and out
     "writes to y": {
@@ -4019,6 +4046,8 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
         "C++": "store_in_cpp(y, i)",
         "overload by keywords": "store(a=y, i=i, value=1.0)",
         "generic function": "store_generic(y, i)",
+        "generic overload": "load_or_store(y, i)",
+        "element after an ambiguous store": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0\ny[i] = 2.0",
     },
     "writes to x": {
         "component": "x[i][0] = 1.0",
@@ -4029,6 +4058,7 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
         "C++": "set_in_cpp(y[i])",
         "field of a struct": "b = Box()\nb.pos = y\nset_field(b, i)",
         "struct that a function fills": "b = Box()\nfill_by_reference(b, y)\nb.pos[i] = 1.0",
+        "array that a function assigns": "b = Box()\nreplace_by_reference(b.pos, y)\nb.pos[i] = 1.0",
     },
     "writes to y or out": {
         "variable after a branch": "z = out\nif i > 0:\n    z = y\nz[i] = 1.0",
@@ -4057,6 +4087,7 @@ WARP_PROGRAMS = {  # {what the kernel does: {name: body}}.  The parameters are x
         "swapped variables": "src = y\ndst = out\nsrc, dst = dst, src\nsrc[i] = dst[i]",
         "copy of a vector and lower_bound":
             "v = x[i]\nv[0] = 9.0\nn = wp.lower_bound(y, -9.0) + len(y)\nout[i] = v[0] + x[i][0] + float(n)",
+        "sample_cdf": "out[i] = float(wp.sample_cdf(wp.rand_init(7, i), y))",
         "function of a struct": "b = Box(out, y)\nset_pos(b, i)",
         "copied struct": "b = Box(pos=out, mass=y)\nc = b\nc.mass = c.pos\nb.pos[i] = b.mass[i]",
         "function that changes its struct": "b = Box(out, y)\nreplace_pos(b, y)\nb.pos[i] = b.mass[i]",
@@ -4334,6 +4365,8 @@ WARP_GRADIENTS = {
     "length from a branch": (
         "n = 20\nif i < 5:\n    n = 4\n" + row_loop("s = s * x[i, j]  # wrong: s", start="1.0", length="n"), jnp.prod),
     "updated output": ("out[i] = x[i, 0]\nout[i] *= x[i, 1]  # wrong: out[i]", lambda x: x[0] * x[1]),
+    "output updated on two lines": (
+        "out[i] = x[i, 0]\nout[i] = (x[i, 1] *  # wrong: out[i]\n    out[i])", lambda x: x[0] * x[1]),
     "longest loop that is unrolled": (row_loop("s = s * x[i, 0]", start="1.0", length="16"), lambda x: x[0] ** 16),
     "loop too long to unroll": (
         row_loop("s = s * x[i, 0]  # wrong: s", start="1.0", length="17"), lambda x: x[0] ** 17),
@@ -4360,6 +4393,9 @@ WARP_GRADIENTS = {
     "component of a vector": (
         "v = wp.vec3(0.0, 0.0, 0.0)\n" + row_loop("v[0] += x[i, j]", "out[i] = v[0] * v[0]  # wrong: v"),
         square_of_sum),
+    "component assigned after a loop": (
+        "v = wp.vec3(0.0, 0.0, 0.0)\n"
+        + row_loop("v[0] += x[i, j]", "v[1] = x[i, 0]\nout[i] = v[0] * v[0]  # wrong: v"), square_of_sum),
     "index in a condition": (
         "s = float(0.0)\nj = int(0)\nwhile j < 2:\n    j += 1\n"
         "if x[i, j] > 0.9:  # wrong: j\n    s = x[i, 0]\nout[i] = s", lambda x: x[0] * (x[2] > 0.9)),
@@ -5571,6 +5607,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ('call_body("out[:] = a", a=jnp.ones(4))', TypeError, "capture a JAX array. Pass it"),
     ('call_body("breakpoint()")', TypeError, "Remove the call. To debug .*wrapper.__wrapped__, or its .py_func"),
     (r'call_body("with numba.objmode():\n    print()")', TypeError, "uses Numba's object mode.*jax.pure_callback"),
+    (r'call_body("with python():\n    print()", python=numba.objmode)', TypeError, "uses Numba's object mode"),
     # stores and returned values
     ('call_body("out = x + 1; return out")', TypeError, "Or remove the parameters for outputs, and keep the `return`"),
     ('call_body("out[0] = x[0]; return x.size")', TypeError, "returns int64. Remove the `return`"),
@@ -5596,6 +5633,8 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ("lower_for_cuda(add_one, ONES)", NotImplementedError, "numba_cuda_kernel and warp_kernel"),
     # when the kernel runs
     ("wrap(identity, spec(2))(ONES)", RUNTIME_ERRORS, "of shape (4,) is returned, where outs declares (2,)"),
+    ("wrap(lambda x: x.reshape((4, 1)), spec(4, 2))(ONES)",
+     RUNTIME_ERRORS, "of shape (4, 1) is returned, where outs declares (4, 2)"),
     ('call_body(f"raise LookupError({ODD_TEXT!r})")',
      RUNTIME_ERRORS, "LookupError: größe 日本 \U0001f600 a.*x [...] (raised in a call of kernel 'kernel')"),
     ('jax.pmap(wrap(kernel_storing("1 // int(x[0] - 1)")))(ONES[None])',
@@ -6064,16 +6103,25 @@ def enter_workqueue_from_several_threads():
     def through_helper(x, out):
         direct(x, out)
 
+    array = numba.float32[::1]
+    jit = partial(numba.njit, numba.void(array.copy(readonly=True), array))
+    functions = jit()(copy_elements.__wrapped__), jit(parallel=True)(direct.py_func)
+
+    def through_pointers(x, out):
+        for function in functions:
+            function(x, out)
+
     wrap(kernel_from_body("out[0] = x[0]"))(ONES)  # a kernel of the same signature that needs no lock
 
     def work(kernel_and_rounds):
         kernel, n_rounds = kernel_and_rounds
         f = wrap(kernel)
         for _ in range(n_rounds):
-            assert "negative" in error_of(f, -ONES)
+            if kernel is not through_pointers:  # Numba loses exceptions of functions that are called through pointers
+                assert "negative" in error_of(f, -ONES)
             assert (jax.pmap(f)(np.ones((4, 1000), np.float32)) == 2).all()
 
-    in_threads(work, [(direct, 50), (through_helper, 3)] * 3)
+    in_threads(work, [(direct, 50), (through_helper, 3), (through_pointers, 3)] * 2)
 
 
 @pytest.mark.processes
