@@ -53,7 +53,7 @@ jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 if SIMULATOR:  # the simulator polls its threads, and each of them waits for the interpreter lock
     sys.setswitchinterval(1e-4)
-HAS_FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ  # test_cuda_fake_driver sets it
+HAS_FAKE_DRIVER = "XLA_KERNELS_FAKE_CUDA" in os.environ  # test_cuda_tests_pass_with_fake_driver sets it
 PREFERS_SUCCESSOR = "XLA_KERNELS_CUDA_SUCCESSOR" in os.environ  # test numba-cuda-mlir even if numba-cuda is installed
 
 
@@ -141,13 +141,13 @@ CONDITIONS = {  # the arguments of the mark `needs`
     "numba-cuda-mlir": Condition(installed("numba_cuda_mlir"), "numba-cuda-mlir is not installed"),
     "cuda decorates": Condition(cuda_module, "no package provides numba.cuda"),
     "cuda installed": Condition(installed("numba_cuda") or installed("numba_cuda_mlir"), "no package", tested=True),
-    "simulator": Condition(SIMULATOR, "test_cuda_simulator starts a process for it", tested=True),
+    "simulator": Condition(SIMULATOR, "test_cuda_tests_pass_in_simulator starts a process for it", tested=True),
     "jax 0.11.2": Condition(jax.__version_info__ >= (0, 11, 2), "older XLA drops the barrier before it removes copies"),
     "numba 0.64": Condition(
         lambda: numba_version() >= (0, 64), "older Numba types the copy by np.ascontiguousarray as read-only"
     ),
     "outside simulator": Condition(not SIMULATOR, "the simulator compiles nothing"),
-    "fake driver": Condition(HAS_FAKE_DRIVER, "test_cuda_fake_driver runs it"),
+    "fake driver": Condition(HAS_FAKE_DRIVER, "test_cuda_tests_pass_with_fake_driver runs it"),
     "outside fake driver": Condition(not HAS_FAKE_DRIVER, "runs once, without the fake driver"),
     "linux": Condition(sys.platform == "linux", "CUDA's driver and threads have other names on other systems"),
     "glibc": Condition(hasattr(ctypes.pythonapi, "gnu_get_libc_version"), "needs fork, omp, float modes", tested=True),
@@ -361,7 +361,7 @@ def table_of_matrix(outcomes):
 #     class              fixture        tests
 #     FakeXlaGpu         -              the base class: JAX lists two GPUs, and XLA gives handlers a stream and a device
 #     FakeCudaDriver     fake_cuda      handlers of Numba CUDA, with a fake `libcuda.so.1` (.ci/fake_cuda_driver.c).  It
-#                                       logs its calls, and runs no kernel.  Needs the process of test_cuda_fake_driver.
+#                                       logs its calls, and runs no kernel (test_cuda_tests_pass_with_fake_driver).
 #     FakeWarp           fake_warp_gpu  handlers of Warp, with a fake `wp.launch`.  Kernels run on the CPU.
 #     DriverRecorder     driver_calls   handlers on fake and on real GPUs: records their launches and memsets
 

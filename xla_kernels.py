@@ -170,15 +170,15 @@ __all__ = [
 # Checked with jax 0.9.0 to 0.12.0.1.  The main undocumented parts of JAX in use, and tests that fail if they change:
 #
 # - `jax.interpreters.ad`, `.batching` and `.mlir` define a primitive (5.1, 11.3, 11.4, 11.6): most tests.
-# - `ctx.platforms` and `ctx.module_context` of lowering rules: test_op_kernel_chosen_by_lowering_platform,
+# - `ctx.platforms` and `ctx.module_context` of lowering rules: test_op_kernel_is_chosen_by_lowering_platform,
 #   test_side_effect_on_mesh_needs_shard_map_over_all_axes.
-# - `_apply_primitive` marks functions that `jax_debug_nans` must not run again: test_debug_nans.
+# - `_apply_primitive` marks functions that `jax_debug_nans` must not run again: test_debug_nans_detects_nan_of_kernel.
 # - `aval.sharding` has the mesh of a type, and `aval.manual_axis_type` (`aval.vma` if jax < 0.11) its varying axes:
 #   test_xla_partitions_batch_without_communication.
 # - The effect of `jax.ffi.ffi_call` is read from a jaxpr (`_side_effects`):
 #   test_side_effect_keeps_unused_and_equal_calls.
 # - `val` of the tracers of `vmap` is the batched value: test_op_vjp_rule_handles_integers_and_structured_outs.
-# - `jax.export` reads `disabled_checks` after lowering (`export_checks`): test_export_with_symbolic_shape.
+# - `jax.export` reads `disabled_checks` after lowering (`export_checks`): test_exported_kernel_accepts_symbolic_shape.
 
 _Spec = jax.ShapeDtypeStruct
 _SYMBOLIC_TYPES = (ad.Zero, ad.UndefinedPrimal)  # derivative rules may get these instead of arrays
@@ -1417,8 +1417,8 @@ def _dtype_advice(dtype: np.dtype, variable: str) -> str:
 # A wrapper (5.6) finds the target of a call, and binds the primitive `xla_kernel` (5.1) with it.
 # This section relies on undocumented behaviour of XLA, Shardy and Numba:
 # - how XLA partitions a batch, and how Shardy writes a rule (5.2; test_xla_partitions_batch_without_communication)
-# - two bugs of XLA (`_protect_outputs`; test_gpu_kernel_input_not_overwritten_by_row_update,
-#   test_while_loop_kernel_not_hoisted)
+# - two bugs of XLA (`_protect_outputs`; test_gpu_row_update_does_not_overwrite_kernel_input,
+#   test_call_that_computes_all_loop_state_is_not_hoisted)
 # - fusions that copy aliased operands (`_protect_aliased_operands`; test_inplace_update_adds_no_copy_in_loop)
 # - Numba's pickles of functions (`_Wrapper`; test_wrapper_without_module_variable_is_pickled_by_value)
 
@@ -2374,11 +2374,11 @@ def _read_only_input_error(problem: str, names: Sequence[str], more: str = "") -
 # - Errors.  An XLA_FFI_Error* belongs to the function that receives it, which returns it or destroys it.
 #
 # This section relies on undocumented behaviour of XLA, Numba and the C library:
-# - XLA's threads (6.4; test_vmap_slices_parallel_unless_sequential)
-# - aliases that XLA loses (`_copy_aliased_input`; test_aliased_output_initialized_without_xla_alias)
+# - XLA's threads (6.4; test_slices_run_on_several_threads_unless_sequential)
+# - aliases that XLA loses (`_copy_aliased_input`; test_aliased_output_starts_from_input_without_xla_alias)
 # - Numba's `cgutils`, and the CPU for which it compiles (`magic_tuple`; all tests of kernels)
 # - glibc's default floating-point environment (`_FE_DFL_ENV`;
-#   test_fork_reload_and_concurrent_batches_on_eight_devices)
+#   test_fork_reload_and_concurrent_batches_succeed_on_eight_devices)
 
 # -- 6.1 The interface to backends: arrays, emitters, and messages of errors ---------------------------
 
@@ -5148,8 +5148,8 @@ def _arguments_for(node: ast.Call, function: Any, parameter: str) -> list[ast.ex
 # Section 10 uses 9.1, 9.5 and the fallback reasons of 9.6 for Warp's kernels.
 #
 # Most of what this section uses of the packages is not documented.  If a package removes a name, there is an error.  If
-# one of the following changes, results may silently be wrong.  The tests named test_fakecuda detect this, except for
-# the last row, which needs a GPU.  So copies of this file need the tests, too.
+# one of the following changes, results may silently be wrong.  Tests with the fixtures `package_cuda` and
+# `counting_cuda` detect this, except for the last row, which needs a GPU.  So copies of this file need the tests, too.
 #
 #     the layout of a kernel's parameters                               `param_words`
 #     the options and functions that need more than cuLaunchKernel      `_check_launch`
