@@ -5578,6 +5578,7 @@ NUMBA_MISTAKES = [  # and mistakes with which all wrappers deal in the same way
     ("wrap(outs=(), has_side_effect=True, input_output_aliases={0: 0})(ONES)",
      ValueError, "{0: 0}: the call has no outputs. Remove the alias"),
     ("wrap(input_output_aliases={2: 0})(ONES)", ValueError, "there is no input 2. The inputs are 0"),
+    ("wrap(input_output_aliases={0: 0.0})(ONES)", ValueError, "there is no output 0.0. The outputs are 0"),
     ('wrap(input_output_aliases={"y": 0})(ONES)', ValueError, "'y' is not an input of this call"),
     ("wrap(input_output_aliases={0: 0, 1: 0})(ONES, ONES)", ValueError, "Output 0 is aliased to another input"),
     ("wrap(outs=spec(3), input_output_aliases={0: 0})(ONES)",
@@ -5760,6 +5761,7 @@ WARP_MISTAKES = [
     ("histogram()(THREE_INTS, index=3)",
      TypeError, "(index, w.*, inputs first; got 1 by position and (index) by name"),
     ("histogram(input_output_aliases={1: 0})(THREE_INTS, 0.5)", ValueError, "'weight' is not an input"),
+    ("histogram(input_output_aliases={5: 0})(THREE_INTS, 0.5)", ValueError, "'argument 5' is not an input"),
     ("call_with(m=[1.0, 2.0])", Exception, "param m .*warp_kernel 'all_types'"),  # Warp's own text
     ('call_with(n=wp.HashGrid(2, 2, 2, device="cpu"))',
      TypeError, "'n' is passed by value, as uint64. Got HashGrid <.*>. Pass its id: n.id"),

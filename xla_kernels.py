@@ -55,9 +55,10 @@ work here.
 #     12 Backends          a table of the backends, and the self-check
 #     13 Warnings          about Warp kernels: gradients that Warp gets wrong, and deferred statics
 #
-# A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
-# 5 uses `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, 7 uses 8.1, and 10 calls the two functions of 13
-# that warn.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a `def_..._kernel` method.
+# A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5, 5
+# uses `_NUMBA_INSTALL` of 7 and `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, 7 uses 8.1, and 10 calls
+# the two functions of 13 that warn.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a
+# `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
 #
@@ -1914,7 +1915,7 @@ _MISPLACED_OPTIONS = {  # {keyword argument that no public function takes: where
         ("boundscheck", "cache", "debug", "error_model", "fastmath", "inline", "nogil", "parallel"),
         "Pass it to the decorator of the kernel, such as @numba.njit({name}={value!r}).",
     ),
-    "dim": "Pass launch_dims={value!r}.",
+    "dim": "Pass launch_dims={value!r}. (A numba_kernel is not launched: it loops over the elements.)",
     "device": "JAX chooses the device. Put the inputs on it: x = jax.device_put(x, device).",
 }
 
@@ -2216,7 +2217,7 @@ class _Wrapper(_PickledByReference):
         for role, index, specs in (("input", i, ins), ("output", j, outs)):
             if not specs:
                 return f"the call has no {role}s. Remove the alias."
-            if index not in range(len(specs)):
+            if not hasattr(index, "__index__") or index not in range(len(specs)):
                 numbered = ", ".join(f"{k}: {_format_spec(spec)}" for k, spec in enumerate(specs))
                 return f"there is no {role} {index!r}. The {role}s are {numbered}. Use one of these indices."
         if i in aliases:
@@ -4424,7 +4425,7 @@ class _NumbaKernel(_NumbaWrapper):
 
 # -- 8.1 Numba: which buffers a kernel only reads ------------------------------------------------------
 # A kernel must not change its inputs (`numba_kernel` lists the stores that are not detected).  So an input is accepted
-# or copied, or there is an error (7.5 and 9.4).  For each input, the first row that is true counts:
+# or copied, or there is an error (7.6 and 9.4).  For each input, the first row that is true counts:
 #
 #                                                                                 on CPUs     on GPUs
 #     the whole kernel compiles for read-only arrays, and uses nothing that       accepted    accepted
@@ -5145,7 +5146,7 @@ def _arguments_for(node: ast.Call, function: Any, parameter: str) -> list[ast.ex
 #       `run_slice`, in `callback_emitter`    converts addresses to arrays of the package (9.3) or the simulator (9.7)
 #         `launch`                            runs the function of the callable (9.2), or the simulator (9.7)
 #
-# Section 10 uses 9.1, 9.5 and the fallback reasons of 9.6 for Warp's kernels.
+# Section 10 uses 9.1, `_cuda_ordinals` (9.4), 9.5 and the fallback reasons of 9.6 for Warp's kernels.
 #
 # Most of what this section uses of the packages is not documented.  If a package removes a name, there is an error.  If
 # one of the following changes, results may silently be wrong.  Tests with the fixtures `package_cuda` and
@@ -5874,8 +5875,9 @@ def _callable_package(func: Any) -> _PackageOrSimulator:
         kernel[1, 8, stream](x, out)               # captured: the package of `kernel`
         self.kernels["f"][1, 8, stream](x, out)    # nothing is captured
 
-    The module `numba` counts as numba-cuda.  A callable of numba-cuda-mlir may capture it, too, for `numba.float32`.
-    So numba-cuda-mlir comes first in `packages`, because `max` returns the first of equals.
+    The module `numba` counts as numba-cuda, or as the simulator if it is enabled.  Of several packages, `max` returns
+    the first in `packages`.  There numba-cuda-mlir precedes numba-cuda, because its callables may capture `numba`, too,
+    for `numba.float32`.
     """
     packages: list = [_CUDA_SIMULATOR, _NUMBA_CUDA_MLIR] if _uses_cudasim() else [_NUMBA_CUDA_MLIR, _NUMBA_CUDA]
     with _CUDASIM_LOCK:  # while a kernel runs in the simulator, it has other globals
@@ -6712,8 +6714,9 @@ class _WarpKernel(_Wrapper):
 
         A key that is an integer is a position among all parameters, including those of values.
         """
-        if not isinstance(key, str) and 0 <= key < len(self.all_parameters):
-            key = self.all_parameters[key]
+        if not isinstance(key, str):
+            is_position = hasattr(key, "__index__") and 0 <= key < len(self.all_parameters)
+            key = self.all_parameters[key] if is_position else f"argument {key}"  # the latter is rejected as a name
         return super()._input_index(key, n_in)
 
     def _option_value(self, name: str, ins: Sequence[_Spec]) -> Any:
