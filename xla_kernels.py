@@ -55,9 +55,9 @@ work here.
 #     12 Backends          a table of the backends, and the self-check
 #     13 Warnings          about Warp kernels: gradients that Warp gets wrong, and deferred statics
 #
-# A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5, 5
-# uses `_NUMBA_INSTALL` of 7 and `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, 7 uses 8.1, and 10 calls
-# the two functions of 13 that warn.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a
+# A section mostly uses the sections above it.  The main exceptions: 3 uses `_Signature` and `_decorated_backend` of 5,
+# 5 uses `_NUMBA_INSTALL` of 7 and `_BACKENDS` of 12, 3 uses functions of 9 for batches on GPUs, 7 uses 8.1, and 10
+# calls the two functions of 13 that warn.  A new backend needs a section like section 7, a row in `_BACKENDS`, and a
 # `def_..._kernel` method.
 #
 # A call of a `numba_kernel`, from the user to XLA.  The other backends have similar steps:
