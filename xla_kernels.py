@@ -6808,7 +6808,9 @@ class _WarpKernel(_Wrapper):
             requested_name=self.options.name,
         )
         # Build the kernel while JAX traces the call, so that errors of the build show the user's call.
-        platform = _default_platform().replace("gpu", "cuda")
+        platform = _default_platform()
+        if platform == "gpu" and _cuda_ordinals():
+            platform = "cuda"
         if platform in ("cpu", "cuda") and not target.is_noop:
             target.prepare_lowering(platform)  # registers a handler, which the lowering then finds in the registry
             if self.options.name and platform == "cuda":
