@@ -1669,7 +1669,7 @@ CONVENTIONS = {
     "scalars": Convention(
         scale_n, like_first, scale_n_in_numpy, [TWO_ROWS, TWO_COUNTS, TWO_SCALARS], {"scalars": True}),
     "scalars in star args": Convention(
-        ("*a", "a[-1][()] = max(a[0], a[1])"), like_first, np.maximum, [TWO_SCALARS, TWO_SCALARS[::-1]],
+        ("*a", "a[-1][()] = max(a[0], a[1])"), like_first, np.maximum, [TWO_SCALARS, np.float32([1, 2])],
         {"scalars": True}),
     "aliased by name": Convention(
         ("x, start, out", "for i in range(3): out[i] += x[i]"), like_first, np.add, [TWO_ROWS, TWO_ROWS + 1],
@@ -1770,11 +1770,6 @@ def store_in_copy(array, copy):
 
 
 @numba.njit
-def store_again(array):
-    array[0] = array[0]
-
-
-@numba.njit
 def views_of(array):
     yield array[:2]
     yield array[2:]
@@ -1871,12 +1866,12 @@ CORRECT = {
     "fill": "out.fill(1)\nout[2] = x[2]", "shuffle": "np.random.shuffle(out)\nout[0] = x[0]",
     # stores of old values, which LLVM removes
     "all": "out[:] = out", "product": "for i in range(4): out[i] *= 1.0", "view": "w = out[:2]\nw[0] = w[0]",
-    "store in helper": "store_again(out)",
+    "store in helper": "store_in_copy(out, False)",
     # stores to copies of an input, or beside it
     "copy": "x = x.copy()\nx[0] = 77\nout[0] = x[0]", "sum": "y = x\ny = y + 1\ny[0] = 0\nout[0] = y[1]",
     "astype": "y = x.astype(np.int32)\ny[0] = 5\nout[0] = y[0]", "flatten": "y = x.flatten()\ny[0] = 5\nout[0] = y[0]",
     "new array": "y = np.array([x[1], 2])\ny[0] = 3\nout[0] = y[0]",
-    "where": "y = np.where(x > 1, x, 0)\ny[0] = 5\nout[0] = y[1]",
+    "where": "y = np.where(x > 1, x, 0)\ny[0] = 5\nout[0] = y[2]",
     "nan_to_num": "y = np.nan_to_num(x)\ny[0] = 5\nout[0] = y[0]", "copy in helper": "out[0] = store_in_copy(x, True)",
     "index array": "y = x.reshape((2, 2))[np.array([1, 0])]\nnp.fill_diagonal(y, 0)\nout[0] = y[0, 1]",
     "tuple": "y = np.zeros(4)\npair = x, y\npair[1][0] = 5\nout[0] = y[0]",
@@ -6234,11 +6229,30 @@ def test_conftest_skips_test_or_fails_with_require(request, monkeypatch):
     monkeypatch.setattr(request.config.option, "require", ["numba", "warp"])
     setup()
     monkeypatch.setattr(conftest, "missing", {"numba": "numba is not installed"}.get)
-    with pytest.raises(pytest.fail.Exception, match="--require=numba: numba is not installed"):
-        setup()
-    request.config.option.require = ["warp"]
-    with pytest.raises(pytest.skip.Exception, match="numba: numba is not installed"):
-        setup()
+    outcomes = pytest.fail.Exception, pytest.skip.Exception  # both are caught, because a skip would skip this test
+    reason = "numba: numba is not installed"
+    for required, outcome, text in ("numba", outcomes[0], f"--require={reason}"), ("warp", outcomes[1], reason):
+        request.config.option.require = [required]
+        with pytest.raises(outcomes) as caught:
+            setup()
+        assert (caught.type, str(caught.value)) == (outcome, text)
+
+
+@pytest.mark.parametrize("option", ["require", "needing"])
+def test_conftest_rejects_unknown_condition(request, monkeypatch, option):
+    monkeypatch.setattr(request.config.option, option, ["numb"])
+    with pytest.raises(pytest.UsageError, match=f"--{option}=numb: unknown; choose from numba, "):
+        conftest.pytest_configure(request.config)
+
+
+def test_conftest_raises_if_installed_package_cannot_be_imported(monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text("import not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in "broken", "not_installed":
+        monkeypatch.setitem(conftest.CONDITIONS, package, conftest.Condition(package=package))
+    assert conftest.missing("not_installed") == "not_installed is not installed"
+    with pytest.raises(ModuleNotFoundError):
+        conftest.missing("broken")
 
 
 @pytest.mark.parametrize("requirement, needed", [("warp", "four devices"), ("warp_gpu", "four gpus")])
