@@ -1268,6 +1268,12 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
         f"({', '.join(passed)}), but {option} takes {signature}."
     )
     fix = f"{option}=lambda {', '.join(passed)}: ..."
+    parameters_by_name = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if parameters_by_name:
+        name = parameters_by_name[0].name
+        return (
+            f"{problem} Give {name!r} a default value, or write {option}=lambda {', '.join(passed)}: f(..., {name}=...)"
+        )
     if missing := ", ".join(map(repr, positional[n_in:])):
         return f"{problem} Pass {missing} to the call, or write {fix}"
     extra = ", ".join(map(repr, passed[len(positional) :]))
@@ -3857,10 +3863,12 @@ class _NumbaWrapper(_Wrapper):
         scalars = {name: self.parameters.index(name) for name in self.options.scalar_names}
         for name, i in scalars.items():
             if i not in zero_dim:
-                kind = _format_spec(ins[i]) if i < len(ins) else "an output or scratch"
+                kind, or_pass = "an output or scratch", ""
+                if i < len(ins):
+                    kind, or_pass = _format_spec(ins[i]), ", or pass a number (under vmap, one for each batch element)"
                 raise ValueError(
                     f"{self.title}: a scalar is a 0-d input. {name!r} in scalars={self.options.scalar_names} is "
-                    f"{kind}. Remove it from scalars, or pass a number (under vmap, one for each batch element)."
+                    f"{kind}. Remove it from scalars{or_pass}."
                 )
         return frozenset(scalars.values())
 
@@ -7034,7 +7042,11 @@ class _WarpParam:
             fix = f"For a single element, declare {_spec_code(one, self.dtype)} in outs{reshape}"
             raise self._error(TypeError, spec, fix)
         if not all(isinstance(size, int) for size in spec.shape):
-            raise self._error(NotImplementedError, spec, "A launch needs known dimensions. Export a program per shape")
+            raise self._error(
+                NotImplementedError,
+                spec,
+                "A launch needs known dimensions, not symbolic ones. Export a program for each shape",
+            )
         largest_extent = max(spec.shape, default=1)
         largest_stride = math.prod(spec.shape[1:]) * spec.dtype.itemsize
         if max(largest_extent, largest_stride) > _WARP_MAX_EXTENT:
@@ -8909,8 +8921,8 @@ def _checked_outputs(subject: str, returned: Any, op_call: _OpCall) -> list:
     must_match_exactly = _contains_dict(op_call.out_tree) or (_contains_dict(structure) and len(leaves) > 1)
     if must_match_exactly and structure != op_call.out_tree:
         raise ValueError(
-            f"{subject} returned {structure}, but outs declares {op_call.out_tree}. If one of them is a dict, they "
-            "must be equal. Return what outs declares, or use a tuple or a NamedTuple."
+            f"{subject} returned {structure}, but outs declares {op_call.out_tree}. Where one of them has a "
+            "dict, the other one needs a dict with the same keys. Return what outs declares, or use tuples in both."
         )
     return _checked_arrays(subject, leaves, "outs declares", op_call.out_specs, ", or correct outs")
 
