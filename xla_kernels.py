@@ -1267,13 +1267,11 @@ def _arity_problem(function: Callable, option: str, n_in: int, parameters: Seque
         f"{option} is called with all inputs by position, and nothing else. The call has the inputs "
         f"({', '.join(passed)}), but {option} takes {signature}."
     )
-    fix = f"{option}=lambda {', '.join(passed)}: ..."
-    parameters_by_name = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    if parameters_by_name:
-        name = parameters_by_name[0].name
-        return (
-            f"{problem} Give {name!r} a default value, or write {option}=lambda {', '.join(passed)}: f(..., {name}=...)"
-        )
+    function_head = f"{option}=lambda {', '.join(passed)}:"
+    fix = f"{function_head} ..."
+    for name, p in signature.parameters.items():
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty:
+            return f"{problem} Give {name!r} a default value, or write {function_head} f(..., {name}=...)"
     if missing := ", ".join(map(repr, positional[n_in:])):
         return f"{problem} Pass {missing} to the call, or write {fix}"
     extra = ", ".join(map(repr, passed[len(positional) :]))
@@ -1878,7 +1876,7 @@ def _check_call_signature(
             fix = "remove the parameters that are not passed."
             if not args:  # a generator of an op gets only the op's static parameters
                 fix = "pass the missing parameters to the op by name, such as op(x, n=3, outs=...), or remove them."
-        fixes = f"{advice} Otherwise, {fix}" if advice else fix.capitalize()
+        fixes = f"{advice} Otherwise, {fix}" if advice else fix[0].upper() + fix[1:]
         raise TypeError(f"{subject} takes {signature}, but this call passes ({passed}): {error}. {fixes}") from None
 
 
@@ -2451,7 +2449,9 @@ def _store_error_message(error: BaseException, label: str, advice: str = "") -> 
         advice = _READ_ONLY_ADVICE
     if len(text) > 10_000:
         text = text[:10_000] + " [...]"
-    text = f"{text}{'. ' * bool(advice)}{advice} (raised in a call of kernel '{label}')".replace("\0", "\\0")
+    if advice:
+        text = f"{text}. {advice}"
+    text = f"{text} (raised in a call of kernel '{label}')".replace("\0", "\\0")
     _ERROR_MESSAGES[threading.get_ident()] = message = ctypes.create_string_buffer(text.encode("utf-8", "replace"))
     return ctypes.addressof(message)
 
@@ -4884,7 +4884,7 @@ class _FunctionAnalysis:
         """Add the views that a user's function assigns to parts of its arguments, as in `boxes[0].pos = x`."""
         for parameter, warp_type in _parameter_types(callee).items():
             # Other arguments are passed by value, so assignments change only the variables of the function.
-            if _is_reference(warp_type) or _is_warp_struct(getattr(warp_type, "dtype", None)):
+            if _is_reference(warp_type) or _is_array_of_structs(warp_type):
                 views = self._translated_views(node, callee, parameter)
                 for argument in _arguments_for(node, callee, parameter):
                     self._assign(argument, views)
@@ -5027,14 +5027,18 @@ def _is_warp_struct(value: Any) -> bool:
     return isinstance(value, sys.modules["warp._src.codegen"].Struct)
 
 
+def _is_array_of_structs(warp_type: Any) -> bool:
+    return _is_array_type(warp_type) and _is_warp_struct(warp_type.dtype)
+
+
 def _max_ndim(warp_type: Any) -> float:
     """Return the largest ndim of the arrays in a value of this type, 0 without arrays, or infinity if it is unknown."""
     if _is_warp_struct(warp_type):
         return max((_max_ndim(field.type) for field in warp_type.vars.values()), default=0)
     if isinstance(warp_type, type) and warp_type is not Any:  # a number, vector or matrix (`Any` is a type, too)
         return 0
-    if _is_array_type(warp_type) and _is_warp_struct(warp_type.dtype) and _max_ndim(warp_type.dtype):
-        return math.inf  # an array of structs with arrays
+    if _is_array_of_structs(warp_type) and _max_ndim(warp_type.dtype):
+        return math.inf  # the structs have arrays
     return getattr(warp_type, "ndim", math.inf)
 
 
@@ -5668,8 +5672,9 @@ class _CudaKernel(_CudaWrapper):
         elif isinstance(package, _CudaSimulator):
             handler = package.kernel_handler(self.kernel, argument_map, signature)
         else:
-            unproven = argument_map.names_of(stored & argument_map.protected_inputs(signature), self.parameters)
-            compiler = _CudaCompiler(package, self.kernel, argument_map, signature, self.options.in_order, unproven)
+            maybe_written_inputs = stored & argument_map.protected_inputs(signature)
+            to_check = argument_map.names_of(maybe_written_inputs, self.parameters)
+            compiler = _CudaCompiler(package, self.kernel, argument_map, signature, self.options.in_order, to_check)
             handler = compiler.compile_kernel_and_handler()
         if self.options.checks_outputs:
             buffer_of = dict(argument_map.named_args(self.parameters))
